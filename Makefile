@@ -1,0 +1,41 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: help demo test lint types unit slow bench clean
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "schoenbat needs Python 3.11 or newer; run: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $(READY)
+
+demo: $(READY)  ## install, then show error, speed and a small training run (three minutes)
+	$(BIN)/schoenbat demo
+
+test: lint types unit  ## lint, type check and unit tests
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)
+	$(BIN)/mypy
+
+unit: $(READY)
+	$(BIN)/python -m pytest -n 2
+
+slow: $(READY)  ## the statistical tests that take minutes
+	$(BIN)/python -m pytest -m slow
+
+bench: $(READY)  ## speed on this machine's CPU, beside SDPA, into benchmarks/results/
+	$(BIN)/python benchmarks/cpu.py
+
+clean:  ## remove the virtual environment and what tools cached
+	rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis build dist
