@@ -1,3 +1,45 @@
 """Attention in linear time for PyTorch, by polynomial (Maclaurin) feature maps of dot-product kernels."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from schoenbat.features import MaclaurinFeatures, reseed
+from schoenbat.functional import RMFAState, kernelized_attention, rmfa, rmfa_step
+from schoenbat.kernels import DotProductKernel, kernel, polynomial
+from schoenbat.modules import SchoenbAt
+from schoenbat.multihead import MultiheadSchoenbAt
+from schoenbat.normalization import PostSBN, PreSBN
+
+if TYPE_CHECKING:
+    from schoenbat import data as data
+    from schoenbat.registry import attention_names, build_attention
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "DotProductKernel",
+    "MaclaurinFeatures",
+    "MultiheadSchoenbAt",
+    "PostSBN",
+    "PreSBN",
+    "RMFAState",
+    "SchoenbAt",
+    "attention_names",
+    "build_attention",
+    "data",
+    "kernel",
+    "kernelized_attention",
+    "polynomial",
+    "reseed",
+    "rmfa",
+    "rmfa_step",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """The registry and the data load when they are asked for: the core needs torch and nothing else."""
+    if name == "data":
+        return import_module("schoenbat.data")
+    if name in ("attention_names", "build_attention"):
+        return getattr(import_module("schoenbat.registry"), name)
+    raise AttributeError(f"module 'schoenbat' has no attribute {name!r}")

@@ -1,0 +1,197 @@
+"""The command ``schoenbat``: error, speed, demo."""
+
+import importlib.util
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+INSTALL = "schoenbat's commands need {}; install them with: pip install 'schoenbat[cli]'"
+
+try:
+    import typer
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+except ModuleNotFoundError as missing:
+    raise SystemExit(INSTALL.format(missing.name)) from None
+
+if TYPE_CHECKING:
+    from schoenbat.experiments.demo import DemoOptions, DemoRow
+    from schoenbat.experiments.error import ErrorOptions, ErrorRow
+    from schoenbat.experiments.speed import SpeedOptions, SpeedRow
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    help="Attention in linear time: what it costs in accuracy and what it saves, measured on this machine.",
+)
+console = Console()
+Row = TypeVar("Row")
+
+Quick = Annotated[bool, typer.Option("--quick", help="A corner of the experiment that takes seconds.")]
+Out = Annotated[Path, typer.Option(help="Directory for the JSON and SVG files.")]
+Seed = Annotated[int, typer.Option(help="What inputs and feature maps are drawn from.")]
+Kernels = Annotated[str | None, typer.Option(help="Kernels, separated by commas.")]
+
+
+@app.command(epilog="Example: schoenbat error --quick --kernels exp,inv --out results")
+def error(
+    quick: Quick = False,
+    kernels: Kernels = None,
+    repetitions: Annotated[int | None, typer.Option(min=1, help="Inputs and maps a cell.")] = None,
+    seed: Seed = 0,
+    out: Out = Path("out"),
+) -> None:
+    """How far RMFA is from exact kernelized attention, for every construction of the feature map."""
+    from schoenbat.experiments.error import ErrorOptions
+
+    with _explained():
+        options = (ErrorOptions.quick if quick else ErrorOptions)(
+            **_given(kernels=_names(kernels), repetitions=repetitions, seed=seed)
+        )
+    _print_files(_measure_error(options, out / "error")[1])
+
+
+@app.command(epilog="Example: schoenbat speed --long --device cuda")
+def speed(
+    quick: Quick = False,
+    long: Annotated[
+        bool, typer.Option("--long", help="Up to 131,072 tokens, for the crossover with SDPA.")
+    ] = False,
+    kernels: Kernels = None,
+    budget: Annotated[
+        float | None, typer.Option(help="Leave out quadratic rivals beyond this many seconds a call.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
+    seed: Seed = 0,
+    out: Out = Path("out"),
+) -> None:
+    """How fast RMFA is beside exact kernelized attention and SDPA, and how much memory each takes."""
+    from schoenbat.experiments.speed import SpeedOptions
+
+    given = _given(kernels=_names(kernels), budget=budget, device=device, seed=seed)
+    with _explained():
+        if long:
+            options = SpeedOptions.long(longest=4096 if quick else 131_072, **given)
+        else:
+            options = (SpeedOptions.quick if quick else SpeedOptions)(**given)
+    _print_files(_measure_speed(options, out / ("speed-long" if long else "speed"))[1])
+
+
+@app.command(epilog="Example: schoenbat demo --out results")
+def demo(seed: Seed = 0, out: Out = Path("out")) -> None:
+    """Error, speed, and a classifier trained with softmax and with SchoenbAt, in less than three minutes."""
+    from schoenbat.experiments.demo import DemoOptions
+    from schoenbat.experiments.error import ErrorOptions
+    from schoenbat.experiments.speed import SpeedOptions
+    from schoenbat.report.tables import demo_summary
+
+    errors, error_files = _measure_error(ErrorOptions.quick(kernels=("exp",), seed=seed), out / "demo-error")
+    speeds, speed_files = _measure_speed(SpeedOptions.long(longest=4096, seed=seed), out / "demo-speed")
+    trained, training_files = _train(DemoOptions(seed=seed), out / "demo-training")
+    console.rule("Summary")
+    for line in demo_summary(errors, speeds, trained):
+        console.print(f"• {line}", highlight=False)
+    _print_files([*error_files, *speed_files, *training_files])
+
+
+def _measure_error(options: "ErrorOptions", path: Path) -> "tuple[list[ErrorRow], list[Path]]":
+    from schoenbat.experiments import error as experiment
+    from schoenbat.report import plots, tables
+
+    rows = _track(experiment.run(options), options.total, "error")
+    for table in tables.error_tables(rows):
+        console.print(table)
+    return rows, _write(path, options, rows, plots.error_plot(rows))
+
+
+def _measure_speed(options: "SpeedOptions", path: Path) -> "tuple[list[SpeedRow], list[Path]]":
+    from schoenbat.experiments import speed as experiment
+    from schoenbat.report import plots, tables
+
+    rows = _track(experiment.run(options), options.total, "speed")
+    for table in tables.speed_tables(rows):
+        console.print(table)
+    # With one number of features the length is what varies, and there is a crossover to look for.
+    if len(options.num_features) == 1:
+        for line in tables.crossover_lines(rows):
+            console.print(line)
+        return rows, _write(path, options, rows, plots.length_plot(rows), options.device)
+    return rows, _write(path, options, rows, plots.speedup_plot(rows), options.device)
+
+
+def _train(options: "DemoOptions", path: Path) -> "tuple[list[DemoRow], list[Path]]":
+    from schoenbat.experiments.demo import listops_split, train_one
+    from schoenbat.report import plots, tables
+
+    split = listops_split(options)
+    rows = []
+    with _progress() as progress:
+        tasks = [
+            progress.add_task(f"training with {name}", total=options.steps) for name in options.attentions
+        ]
+        for name, task in zip(options.attentions, tasks, strict=True):
+            rows.append(train_one(name, split, options, partial(_advance, progress, task)))
+    console.print(tables.demo_table(rows))
+    return rows, _write(path, options, rows, plots.training_plot(rows))
+
+
+def _track(rows: Iterable[Row], total: int, description: str) -> list[Row]:
+    with _progress() as progress:
+        return list(progress.track(rows, total=total, description=description))
+
+
+def _advance(progress: Progress, task: TaskID, step: int) -> None:
+    progress.update(task, completed=step)
+
+
+def _progress() -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+    )
+
+
+def _write(path: Path, options: object, rows: list[Row], svg: str, device: str = "cpu") -> list[Path]:
+    """Write ``path`` with the endings .json and .svg."""
+    from schoenbat.report.results import write_atomically, write_results
+
+    files = [path.with_name(f"{path.name}.{ending}") for ending in ("json", "svg")]
+    write_results(files[0], path.name, options, rows, device=device)
+    write_atomically(files[1], svg)
+    return files
+
+
+def _print_files(files: list[Path]) -> None:
+    console.print("written:", ", ".join(map(str, files)), soft_wrap=True)
+
+
+def _names(text: str | None) -> tuple[str, ...] | None:
+    return None if text is None else tuple(name.strip() for name in text.split(","))
+
+
+def _given(**options: object) -> dict[str, Any]:
+    """The options that were given on the command line; the others keep their defaults."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Show what was wrong with an option without a traceback."""
+    try:
+        yield
+    except (ValueError, RuntimeError) as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def main() -> None:
+    """Run the command line."""
+    missing = [name for name in ("matplotlib", "numpy") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise SystemExit(INSTALL.format(" and ".join(missing)))
+    app()

@@ -1,0 +1,1 @@
+"""One file for each figure or table; every experiment yields plain rows and prints nothing."""

@@ -1,0 +1,113 @@
+"""How long a call takes and how much memory it takes beyond what it is given."""
+
+import ctypes
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+STATUS = Path("/proc/self/status")
+CLEAR_REFS = Path("/proc/self/clear_refs")
+RESET_PEAK = "5"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds a call: the median and the 20 % and 80 % quantiles of ``repetitions`` calls."""
+
+    median: float
+    low: float
+    high: float
+    repetitions: int
+
+
+def time_call(
+    call: Callable[[], object],
+    device: torch.device,
+    *,
+    seconds: float = 1.0,
+    min_repetitions: int = 3,
+    max_repetitions: int = 100,
+) -> Timing:
+    """Time ``call`` after one warm-up, repeatedly for about ``seconds``.
+
+    >>> time_call(lambda: None, torch.device("cpu"), max_repetitions=5).repetitions
+    5
+    """
+    measure = _cuda_seconds if device.type == "cuda" else _wall_seconds
+    call()
+    samples: list[float] = []
+    started = time.perf_counter()
+    while len(samples) < max_repetitions:
+        samples.append(measure(call))
+        if len(samples) >= min_repetitions and time.perf_counter() - started > seconds:
+            break
+    low, median, high = torch.tensor(samples, dtype=torch.float64).quantile(
+        torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
+    )
+    return Timing(median.item(), low.item(), high.item(), len(samples))
+
+
+def peak_memory(call: Callable[[], object], device: torch.device) -> int | None:
+    """Bytes that one ``call`` holds at its peak beyond what is held before it; None where nothing tells.
+
+    On CUDA this is PyTorch's own count. On a Linux CPU it is the resident memory of the process, to a few
+    hundred KiB.
+    """
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        call()
+        return torch.cuda.max_memory_allocated(device) - before
+    if not _reset_resident_peak():
+        return None
+    before = _status_bytes("VmRSS")
+    call()
+    return max(0, _status_bytes("VmHWM") - before)
+
+
+def available_memory(device: torch.device) -> int | None:
+    """Bytes that are free to use; None where the system does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+
+
+def _wall_seconds(call: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+def _cuda_seconds(call: Callable[[], object]) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1000
+
+
+def _reset_resident_peak() -> bool:
+    """Make the kernel's high-water mark of resident memory start again from here."""
+    try:
+        # Memory that the C library has kept from earlier calls would hide what this call asks for.
+        ctypes.CDLL(None).malloc_trim(0)
+        CLEAR_REFS.write_text(RESET_PEAK)
+    except (AttributeError, OSError):
+        return False
+    return True
+
+
+def _status_bytes(field: str) -> int:
+    line = next(line for line in STATUS.read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) * 1024

@@ -1,0 +1,223 @@
+"""How fast RMFA is beside attention of quadratic cost: the paper's speed-up figure, and the crossover.
+
+The rivals are exact kernelized attention, as in the paper, and PyTorch's own softmax attention (SDPA), which
+is what a user has otherwise.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from schoenbat.experiments.measurement import available_memory, peak_memory, time_call
+from schoenbat.features import MaclaurinFeatures
+from schoenbat.functional import kernelized_attention, rmfa
+from schoenbat.kernels import kernel as get_kernel
+from schoenbat.normalization import PreSBN
+
+FORWARD = "forward"
+BACKWARD = "forward+backward"
+PASSES = (FORWARD, BACKWARD)
+# How many n × n matrices exact attention may hold at once where it is written in plain PyTorch.
+EXACT_MATRICES = 6
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class SpeedOptions:
+    """What is measured; the defaults are the paper's figure."""
+
+    kernels: tuple[str, ...] = ("exp", "inv", "logi", "trigh", "sqrt")
+    lengths: tuple[int, ...] = (1000, 2000, 3000, 4000, 5000)
+    num_features: tuple[int, ...] = (2, 10, 20, 40, 80, 120)
+    rivals: tuple[str, ...] = ("exact", "sdpa")
+    head_dim: int = 50
+    num_heads: int = 8
+    construction: str = "exact-low"
+    device: str = "cpu"
+    seconds: float = 0.3
+    """How long each cell is repeated."""
+    budget: float = 10.0
+    """A quadratic rival is left out where one call is expected to take more seconds than this."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for kernel in self.kernels:
+            get_kernel(kernel)
+        if torch.device(self.device).type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"device {self.device!r} was asked for, but PyTorch sees no GPU; use cpu")
+
+    @classmethod
+    def quick(cls, **options: Any) -> "SpeedOptions":
+        """A corner of the figure that takes seconds."""
+        grid: dict[str, Any] = {
+            "kernels": ("exp", "inv"),
+            "lengths": (1000, 2000),
+            "num_features": (10, 40, 120),
+        }
+        return cls(**grid | {"seconds": 0.1} | options)
+
+    @classmethod
+    def long(cls, longest: int = 131_072, **options: Any) -> "SpeedOptions":
+        """Powers of two from 256, for the length from which RMFA is faster than SDPA."""
+        grid: dict[str, Any] = {
+            "kernels": ("exp",),
+            "lengths": tuple(2**i for i in range(8, longest.bit_length())),
+            "num_features": (128,),
+            "rivals": ("sdpa",),
+            "head_dim": 64,
+        }
+        return cls(**grid | options)
+
+    @property
+    def total(self) -> int:
+        """How many rows `run` yields."""
+        exact, sdpa = "exact" in self.rivals, "sdpa" in self.rivals
+        each_length = sdpa + len(self.kernels) * (exact + len(self.num_features))
+        return len(PASSES) * len(self.lengths) * each_length
+
+
+@dataclass(frozen=True)
+class SpeedRow:
+    """Seconds and bytes of one call; None where it was not measured."""
+
+    method: str
+    """``"rmfa"``, ``"exact"`` or ``"sdpa"``."""
+    kernel: str | None
+    """None for SDPA, whose kernel is always exp."""
+    length: int
+    num_features: int | None
+    direction: str
+    """``"forward"`` or ``"forward+backward"``."""
+    median: float | None = None
+    low: float | None = None
+    """The 20 % quantile."""
+    high: float | None = None
+    """The 80 % quantile."""
+    repetitions: int = 0
+    memory: int | None = None
+    """Peak bytes beyond query, key and value."""
+
+
+def run(options: SpeedOptions) -> Iterator[SpeedRow]:
+    """Measure RMFA and its rivals at every combination of the options."""
+    device = torch.device(options.device)
+    rivals: dict[tuple[str, str | None, str], SpeedRow] = {}
+    for length in options.lengths:
+        inputs = _draw_inputs(options, length, device)
+        for (method, kernel, num_features, attention), direction in itertools.product(
+            _attentions(options), PASSES
+        ):
+            row = SpeedRow(method, kernel, length, num_features, direction)
+            if method == "rmfa":
+                yield _measure(row, attention, inputs, options)
+                continue
+            before = rivals.get((method, kernel, direction))
+            if _affordable(row, before, options):
+                row = _measure(row, attention, inputs, options)
+            yield row
+            rivals[method, kernel, direction] = row
+
+
+def speedup(rows: Sequence[SpeedRow], row: SpeedRow, against: str) -> float | None:
+    """How many times faster ``row`` is than the rival on the same input; None where that was not measured."""
+    rival = find_rival(rows, row, against)
+    if rival is None or rival.median is None or row.median is None:
+        return None
+    return rival.median / row.median
+
+
+def find_rival(rows: Sequence[SpeedRow], row: SpeedRow, against: str) -> SpeedRow | None:
+    """The row of the rival on the same input as ``row``."""
+    for rival in rows:
+        same_input = (rival.length, rival.direction) == (row.length, row.direction)
+        if rival.method == against and same_input and rival.kernel in (row.kernel, None):
+            return rival
+    return None
+
+
+def crossover(rows: Sequence[SpeedRow], direction: str, against: str = "sdpa") -> int | None:
+    """The least length from which on RMFA is faster wherever both were measured; None if it never is."""
+    speedups = {
+        row.length: ratio
+        for row in rows
+        if row.method == "rmfa" and row.direction == direction
+        for ratio in [speedup(rows, row, against)]
+        if ratio is not None
+    }
+    faster = itertools.takewhile(lambda length: speedups[length] > 1, sorted(speedups, reverse=True))
+    return min(faster, default=None)
+
+
+def _draw_inputs(options: SpeedOptions, length: int, device: torch.device) -> list[Tensor]:
+    """Query, key and value ``(1, H, length, d)``; unit rows, as kernels of finite radius need them."""
+    generator = torch.Generator().manual_seed(options.seed)
+    shape = 1, options.num_heads, length, options.head_dim
+    query, key, value = (torch.randn(shape, generator=generator).to(device) for _ in range(3))
+    normalize = PreSBN("token")
+    return [x.detach().requires_grad_() for x in (normalize(query), normalize(key), value)]
+
+
+def _attentions(options: SpeedOptions) -> Iterator[tuple[str, str | None, int | None, Attention]]:
+    """Method, kernel, number of features and call of everything that is measured at one length."""
+    if "sdpa" in options.rivals:
+        yield "sdpa", None, None, F.scaled_dot_product_attention
+    for kernel in options.kernels:
+        if "exact" in options.rivals:
+            yield "exact", kernel, None, partial(kernelized_attention, kernel=kernel)
+        for num_features in options.num_features:
+            features = MaclaurinFeatures(
+                options.head_dim,
+                num_features,
+                kernel,
+                construction=options.construction,
+                seed=options.seed,
+                device=options.device,
+            )
+            yield "rmfa", kernel, num_features, partial(rmfa, features=features)
+
+
+def _affordable(row: SpeedRow, before: SpeedRow | None, options: SpeedOptions) -> bool:
+    """Whether a quadratic rival should be measured, by its time at the length before and by its memory."""
+    if before is not None:
+        if before.median is None:
+            return False
+        if before.median * (row.length / before.length) ** 2 > options.budget:
+            return False
+    available = available_memory(torch.device(options.device))
+    needed = EXACT_MATRICES * options.num_heads * row.length**2 * 4 if row.method == "exact" else 0
+    return available is None or needed < available
+
+
+def _measure(row: SpeedRow, attention: Attention, inputs: list[Tensor], options: SpeedOptions) -> SpeedRow:
+    device = torch.device(options.device)
+    call = partial(_forward if row.direction == FORWARD else _backward, attention, inputs)
+    timing = time_call(call, device, seconds=options.seconds)
+    return SpeedRow(
+        row.method,
+        row.kernel,
+        row.length,
+        row.num_features,
+        row.direction,
+        timing.median,
+        timing.low,
+        timing.high,
+        timing.repetitions,
+        peak_memory(call, device),
+    )
+
+
+@torch.no_grad()
+def _forward(attention: Attention, inputs: list[Tensor]) -> None:
+    attention(*inputs)
+
+
+def _backward(attention: Attention, inputs: list[Tensor]) -> None:
+    output = attention(*inputs)
+    torch.autograd.grad(output, inputs, inputs[2])

@@ -1,0 +1,202 @@
+"""MultiheadSchoenbAt: what takes the place of nn.MultiheadAttention in a model that exists already."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from schoenbat.functional import rmfa
+from schoenbat.modules import SchoenbAt
+
+
+class MultiheadSchoenbAt(nn.MultiheadAttention):
+    """`nn.MultiheadAttention` with linear attention inside: constructor, call, masks and weights are its own.
+
+    It stands in for ``self_attn`` in `nn.TransformerEncoderLayer` and `nn.TransformerDecoderLayer`, and
+    loads an `nn.MultiheadAttention`'s state dict (the map and ppSBN then keep the values they have).
+
+    What differs: `need_weights` defaults to False, since the weights are a quadratic matrix; `dropout` acts
+    on the attention's output, since weights are never formed; a dense `attn_mask` must be causal, for
+    nothing else can be done in linear time.
+
+    Args:
+        embed_dim: width of the model.
+        num_heads: number of heads.
+        dropout: on the attention's output, before the output projection.
+        bias: add biases to the projections.
+        add_bias_kv: add a learned key and value to every sequence.
+        add_zero_attn: add a key and a value of zeros to every sequence.
+        kdim: width of the keys' input. None: embed_dim.
+        vdim: width of the values' input. None: embed_dim.
+        batch_first: inputs are ``(B, n, E)`` and not ``(n, B, E)``.
+        device: of the parameters.
+        dtype: of the parameters.
+        **options: those of `SchoenbAt`.
+
+    Example:
+        >>> layer = nn.TransformerEncoderLayer(32, 4, batch_first=True)
+        >>> layer.self_attn = MultiheadSchoenbAt(32, 4, batch_first=True, num_features=64)
+        >>> layer(torch.randn(2, 10, 32)).shape
+        torch.Size([2, 10, 32])
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> None:
+        place = {"device": device, "dtype": dtype}
+        super().__init__(
+            embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, **place
+        )
+        # nn.TransformerEncoderLayer in eval mode would take the weights and compute softmax itself.
+        self._qkv_same_embed_dim = False
+        self.attention = SchoenbAt(embed_dim // num_heads, num_heads, **{**place, **options})
+        self.register_load_state_dict_pre_hook(_keep_own_attention)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = False,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend, as `nn.MultiheadAttention` does.
+
+        Args:
+            query: ``(n_q, B, E)``, with `batch_first` ``(B, n_q, E)``, or without a batch ``(n_q, E)``.
+            key: likewise.
+            value: likewise.
+            key_padding_mask: ``(B, n_k)``, bool with **True = ignore** (the opposite of `SchoenbAt`'s
+                key_mask), or float of 0 and −inf.
+            need_weights: also return the attention matrix (quadratic): the weights before post-SBN.
+            attn_mask: None, or a causal mask; anything else is a ValueError. Its values are looked at in
+                eager mode; under `torch.compile` it needs ``is_causal=True`` beside it.
+            average_attn_weights: average the weights over the heads.
+            is_causal: attend causally, whether or not there is an attn_mask.
+
+        Returns:
+            The output, shaped like the query, and the weights ``(B, n_q, n_k)`` or ``(B, H, n_q, n_k)``, or
+            None.
+        """
+        batched = query.dim() == 3
+        if query.dim() not in (2, 3):
+            raise ValueError(f"expected a query of 2 or 3 dimensions, got {tuple(query.shape)}")
+        causal = is_causal or _is_causal_mask(attn_mask)
+        if not batched:
+            query, key, value = (x[None] for x in (query, key, value))
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
+        elif not self.batch_first:
+            query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+        q, k, v = self._project(query, key, value)
+        key_mask = _key_mask(key_padding_mask)
+        k, v, key_mask = self._add_keys(k, v, key_mask)
+        out = self.attention(q, k, v, key_mask=key_mask, is_causal=causal)
+        out = nn.functional.dropout(out, self.dropout, self.training)
+        out = self.out_proj(out.transpose(1, 2).flatten(2))
+        weights = self._weights(q, k, key_mask, causal, average_attn_weights) if need_weights else None
+        if not batched:
+            return out[0], None if weights is None else weights[0]
+        return (out if self.batch_first else out.transpose(0, 1)), weights
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if self.in_proj_weight is not None:
+            weights: tuple[Tensor, ...] = self.in_proj_weight.chunk(3)
+        else:
+            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        projected = (
+            nn.functional.linear(x, w, b).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for x, w, b in zip((query, key, value), weights, biases, strict=True)
+        )
+        q, k, v = projected
+        return q, k, v
+
+    def _add_keys(
+        self, key: Tensor, value: Tensor, key_mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Put bias and zero keys first: there every query sees them, causal or not."""
+        before = key.shape[-2]
+        if self.bias_k is not None and self.bias_v is not None:
+            bias_key, bias_value = (
+                x.view(1, self.num_heads, 1, -1).expand(key.shape[0], -1, -1, -1)
+                for x in (self.bias_k, self.bias_v)
+            )
+            key, value = torch.cat([bias_key, key], dim=-2), torch.cat([bias_value, value], dim=-2)
+        if self.add_zero_attn:
+            key, value = (nn.functional.pad(x, (0, 0, 1, 0)) for x in (key, value))
+        if key_mask is not None:
+            key_mask = nn.functional.pad(key_mask, (key.shape[-2] - before, 0), value=True)
+        return key, value, key_mask
+
+    def _weights(
+        self, query: Tensor, key: Tensor, key_mask: Tensor | None, causal: bool, average: bool
+    ) -> Tensor:
+        """The attention matrix is the attention of one-hot values."""
+        attention = self.attention
+        query, key = attention._normalize(query, key, None, key_mask)
+        one_hot = torch.eye(key.shape[-2], dtype=key.dtype, device=key.device).expand(*key.shape[:-1], -1)
+        weights = rmfa(
+            query,
+            key,
+            one_hot,
+            attention.features,
+            key_mask=key_mask,
+            is_causal=causal or attention.always_causal,
+            scale=attention.scale,
+        )
+        return weights.mean(1) if average else weights
+
+
+def _key_mask(key_padding_mask: Tensor | None) -> Tensor | None:
+    """True = ignore, or 0 / −inf, becomes True = takes part."""
+    if key_padding_mask is None:
+        return None
+    if key_padding_mask.dtype == torch.bool:
+        return ~key_padding_mask
+    ignored = key_padding_mask.isneginf()
+    if not torch.compiler.is_compiling() and not bool((ignored | (key_padding_mask == 0)).all()):
+        raise ValueError("a float key_padding_mask must hold 0 and -inf only: other biases need the weights")
+    return ~ignored
+
+
+def _is_causal_mask(attn_mask: Tensor | None) -> bool:
+    """Whether a dense mask is causal (True) or masks nothing (False); any other is a ValueError."""
+    if attn_mask is None:
+        return False
+    advice = "pass is_causal=True for causal attention, key_padding_mask for padding"
+    if torch.compiler.is_compiling():
+        raise ValueError(f"the values of attn_mask cannot be looked at under torch.compile; {advice}")
+    masked = attn_mask if attn_mask.dtype == torch.bool else attn_mask.isneginf()
+    known = attn_mask.dtype == torch.bool or bool((masked | (attn_mask == 0)).all())
+    if known and not masked.any():
+        return False
+    rows, columns = attn_mask.shape[-2:]
+    future = torch.ones(rows, columns, dtype=torch.bool, device=attn_mask.device).triu(1)
+    if known and rows == columns and bool((masked == future).all()):
+        return True
+    raise ValueError(
+        f"attn_mask of shape {tuple(attn_mask.shape)} is not causal, and a dense mask cannot be applied in "
+        f"linear time; {advice}"
+    )
+
+
+def _keep_own_attention(module: Any, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """A state dict without any entry of the attention's own is an nn.MultiheadAttention's."""
+    own = module.attention.state_dict(prefix=f"{prefix}attention.")
+    if not any(name in state_dict for name in own):
+        state_dict.update(own)

@@ -1,0 +1,163 @@
+"""ppSBN: bring rows into the unit ball before the feature map, give the output its scale back after it."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+NORMALIZATIONS = ("token", "batch", "l2", None)
+
+
+class PreSBN(nn.Module):
+    """Pre-SBN: rows of norm 1 (or 0), as Schoenberg's theorem asks for.
+
+    - ``"token"``: ``u = x − mean over the channels``, then ``u / ‖u‖``. What the authors of the paper ran.
+    - ``"batch"``: ``(x − μ) / √(σ² + ε)`` with statistics per head and channel over batch and sequence, then
+      ``/ ‖·‖``. What the paper's text says. Running averages in eval mode; statistics of the whole sequence
+      leak the future into causal training.
+    - ``"l2"``: ``x / ‖x‖``, for rotary positions, which a mean subtraction would destroy.
+
+    Everything is computed in float32 at least; a constant (for ``"l2"``: a zero) row gives zeros, not NaN.
+
+    Args:
+        mode: one of the above.
+        num_heads: H, for the statistics of ``"batch"``.
+        head_dim: d, likewise.
+        eps: ε; norms are taken as at least √(d·ε).
+        momentum: of the running averages.
+        device: of the running averages.
+        dtype: of the running averages; float32 at least.
+
+    Shape:
+        ``(B, H, n, d) -> (B, H, n, d)``, mask bool ``(B, n)`` with True = takes part.
+
+    Example:
+        >>> normalize = PreSBN("token")
+        >>> normalize(torch.randn(2, 4, 10, 8)).norm(dim=-1).allclose(torch.ones(2, 4, 10))
+        True
+    """
+
+    running_mean: Tensor
+    running_variance: Tensor
+
+    def __init__(
+        self,
+        mode: str = "token",
+        num_heads: int | None = None,
+        head_dim: int | None = None,
+        *,
+        eps: float = 1e-13,
+        momentum: float = 0.1,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if mode not in NORMALIZATIONS or mode is None:
+            raise ValueError(f"unknown normalization {mode!r}; known: 'token', 'batch', 'l2'")
+        self.mode, self.eps, self.momentum = mode, eps, momentum
+        if mode == "batch":
+            if num_heads is None or head_dim is None:
+                raise ValueError("normalization='batch' keeps statistics: it needs num_heads and head_dim")
+            dtype = torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)
+            shape = num_heads, 1, head_dim
+            self.register_buffer("running_mean", torch.zeros(shape, device=device, dtype=dtype))
+            self.register_buffer("running_variance", torch.ones(shape, device=device, dtype=dtype))
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            rows = x.to(torch.promote_types(x.dtype, torch.float32))
+            if self.mode == "token":
+                rows = rows - rows.mean(-1, keepdim=True)
+            elif self.mode == "batch":
+                rows = self._standardize(rows, mask)
+            square = rows.square().sum(-1, keepdim=True)
+            return (rows * square.clamp(min=x.shape[-1] * self.eps).rsqrt()).to(x.dtype)
+
+    def _standardize(self, rows: Tensor, mask: Tensor | None) -> Tensor:
+        if rows.dim() != 4 or rows.shape[1] != self.running_mean.shape[0]:
+            raise ValueError(
+                f"normalization='batch' keeps statistics for {self.running_mean.shape[0]} heads: expected "
+                f"(batch, heads, n, d), got {tuple(rows.shape)}; use 'token' where key heads are shared"
+            )
+        mean, variance = self.running_mean.to(rows.dtype), self.running_variance.to(rows.dtype)
+        if self.training:
+            mean, variance = self._batch_statistics(rows, mask, mean, variance)
+        return (rows - mean) * (variance + self.eps).rsqrt()
+
+    def _batch_statistics(
+        self, rows: Tensor, mask: Tensor | None, mean: Tensor, variance: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Masked mean and biased variance ``(H, 1, d)``; where no token takes part, the running averages."""
+        if mask is None:
+            weight = rows.new_ones(rows.shape[0], 1, rows.shape[2], 1)
+        else:
+            weight = mask.to(rows.dtype)[:, None, :, None]
+            rows = torch.where(mask[:, None, :, None], rows, 0.0)
+        count = weight.sum()
+        divisor = count.clamp(min=1)
+        batch_mean = rows.sum((0, 2)).unsqueeze(1) / divisor
+        batch_variance = ((rows - batch_mean).square() * weight).sum((0, 2)).unsqueeze(1) / divisor
+        momentum = torch.where(count > 0, self.momentum, 0.0)
+        with torch.no_grad():
+            self.running_mean.lerp_(batch_mean.detach().to(self.running_mean.dtype), momentum.to(mean.dtype))
+            self.running_variance.lerp_(
+                batch_variance.detach().to(self.running_variance.dtype), momentum.to(mean.dtype)
+            )
+        seen = count > 0
+        return torch.where(seen, batch_mean, mean), torch.where(seen, batch_variance, variance)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "PreSBN":
+        """Running averages stay in float32: in half precision an average with momentum 0.1 stands still."""
+
+        def move(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            half = moved.is_floating_point() and moved.dtype.itemsize < 4
+            return tensor.to(device=moved.device) if half else moved
+
+        return super()._apply(move, recurse)
+
+    def extra_repr(self) -> str:
+        return f"{self.mode!r}, eps={self.eps:g}"
+
+
+class PostSBN(nn.Module):
+    """Post-SBN: the paper's ``γ · att^β``, made odd and smooth so that negative outputs have a power.
+
+        ``γ · a · (a² + ε²)^((β − 1) / 2)``,  ε = 1e-3, computed in float32 at least
+
+    It is the identity at γ = β = 1, where it starts. β enters by its absolute value, so it stays positive.
+
+    Args:
+        num_heads: H.
+        value_dim: d_v.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Shape:
+        ``(..., H, n, d_v) -> (..., H, n, d_v)``; γ and β are ``(H, d_v)``.
+
+    Example:
+        >>> x = torch.randn(2, 4, 10, 8)
+        >>> torch.allclose(PostSBN(4, 8)(x), x)
+        True
+    """
+
+    epsilon = 1e-3
+
+    def __init__(
+        self,
+        num_heads: int,
+        value_dim: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.ones(num_heads, value_dim, device=device, dtype=dtype))
+        self.beta = nn.Parameter(torch.ones(num_heads, value_dim, device=device, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            dtype = torch.promote_types(x.dtype, torch.float32)
+            a, gamma, beta = x.to(dtype), self.gamma.to(dtype)[:, None], self.beta.to(dtype).abs()[:, None]
+            return (gamma * a * (a.square() + self.epsilon**2).pow((beta - 1) / 2)).to(x.dtype)

@@ -1,0 +1,1 @@
+"""How the attention is executed, on tensors and ints only."""

@@ -1,0 +1,235 @@
+"""The one form in which every feature map is executed: linear | quadratic | tail, in ascending degree.
+
+A map sends a row x to monomials; the constant is not among them, for Σv and the count say all it has to say.
+The monomials of a chunk are a tuple of blocks, each feature-major, ``(B, H, G, features, n)``: a feature is a
+contiguous row, and an identity block is a view of x that costs nothing.
+
+Shapes: x is ``(B, H, G, n, d)`` with G query heads to a key head (keys: G = 1). The map's tensors begin with
+``M``, which is 1 (one map for all heads) or H. Sums over a sequence are ``(B, H, 1, F, m)``, F running over
+the monomials of all blocks.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+Monomials = tuple[Tensor, ...]
+
+
+class Blocks(NamedTuple):
+    """A feature map as tensors and ints: what the executors take, never a Module."""
+
+    linear: Tensor  # (M, d, D₁); no columns where the linear part is the identity or absent
+    quadratic: Tensor  # (M, d, r): y = Pᵀx, whose pair monomials are the features
+    tail: Tensor  # (M, d, Σ degrees): the factors ω, level by level (see `level_sizes`)
+    identity: bool  # the linear part is x itself
+    num_pairs: int  # pair monomials of y, in the order (0,0) (1,0) (1,1) (2,0) ...
+    degrees: tuple[int, ...]  # of the tail's features, ascending, each at least 2
+
+    @property
+    def maps(self) -> list[Tensor]:
+        """The three tensors as one list, for the schemas of custom operators."""
+        return [self.linear, self.quadratic, self.tail]
+
+    @property
+    def layout(self) -> list[int]:
+        """The three ints as one list, likewise."""
+        return [int(self.identity), self.num_pairs, *self.degrees]
+
+    @staticmethod
+    def from_layout(maps: Sequence[Tensor], layout: Sequence[int]) -> "Blocks":
+        linear, quadratic, tail = maps
+        return Blocks(linear, quadratic, tail, bool(layout[0]), layout[1], tuple(layout[2:]))
+
+    @property
+    def sizes(self) -> list[int]:
+        """How many monomials each block has; blocks that the map does not have are left out."""
+        linear = self.linear.shape[-2] if self.identity else self.linear.shape[-1]
+        return [size for size in (linear, self.num_pairs, len(self.degrees)) if size]
+
+
+class FeatureMap(NamedTuple):
+    """A map with its weights: ``K(⟨x, y⟩) ≈ constant + Σ_f weight_f φ_f(x) φ_f(y)``."""
+
+    blocks: Blocks
+    weight: Tensor  # (M, F)
+    coefficients: Tensor  # (M, 3): weight of the constant; a₀ and a₁ / a₀, which make the denominator's floor
+    scale: float  # the logit scale it is planned for; the keys are multiplied by its square root
+
+    @property
+    def key_scale(self) -> float:
+        return math.sqrt(self.scale)
+
+
+def level_sizes(degrees: Sequence[int]) -> list[int]:
+    """How many of the tail's features have a factor at level 0, 1, ...: always the last so many of them."""
+    return [sum(degree > level for degree in degrees) for level in range(max(degrees, default=0))]
+
+
+def monomials(x: Tensor, blocks: Blocks) -> Monomials:
+    """The unweighted monomials of the rows of x."""
+    parts = []
+    if blocks.identity:
+        parts.append(x.mT)
+    elif blocks.linear.shape[-1]:
+        parts.append(_project(x, blocks.linear))
+    if blocks.num_pairs:
+        left, right = _pair_factors(_project(x, blocks.quadratic), blocks.num_pairs)
+        parts.append(left * right)
+    if blocks.degrees:
+        factors = _project(x, blocks.tail).split(level_sizes(blocks.degrees), dim=-2)
+        parts.append(_suffix_products(factors)[0])
+    return tuple(parts)
+
+
+def weigh(phi: Monomials, weight: Tensor) -> Monomials:
+    """Multiply each monomial by its weight ``(M, F)``."""
+    parts = weight[:, None, :, None].split([part.shape[-2] for part in phi], dim=-2)
+    return tuple(part * w for part, w in zip(phi, parts, strict=True))
+
+
+def sum_over_rows(phi: Monomials, rows: Tensor) -> Tensor:
+    """``Σ_i φ(x_i) rows_iᵀ``: ``(B, H, G, n, m) -> (B, H, G, F, m)``."""
+    if not phi:
+        return rows.new_zeros(*rows.shape[:-2], 0, rows.shape[-1])
+    return torch.cat([part @ rows for part in phi], dim=-2)
+
+
+def apply_to_rows(phi: Monomials, sums: Tensor) -> Tensor | float:
+    """``φ(x_i)ᵀ sums`` for each row: ``(B, H, 1, F, m) -> (B, H, G, n, m)``; zero where φ is empty."""
+    blocks = sums.split([part.shape[-2] for part in phi], dim=-2)
+    return sum((part.mT @ block for part, block in zip(phi, blocks, strict=True)), 0.0)
+
+
+def inner(phi: Monomials, other: Monomials) -> Tensor | float:
+    """``φ(x_i)·φ(y_j)`` for all pairs of rows, ``(B, H, G, n, n')``."""
+    return sum((a.mT @ b for a, b in zip(phi, other, strict=True)), 0.0)
+
+
+def from_rows(blocks: Blocks, sums: Tensor, rows: Tensor) -> Monomials:
+    """The gradient of φ where that of ``apply_to_rows(phi, sums)`` is `rows`, ``(B, H, G, n, m)``."""
+    parts = list(sums.split(blocks.sizes, dim=-2))
+    if blocks.identity:  # as a view of a row-major product, like the block itself
+        return ((rows @ parts[0].mT).mT, *(part @ rows.mT for part in parts[1:]))
+    return tuple(part @ rows.mT for part in parts)
+
+
+def add(phi: Monomials, more: Monomials) -> Monomials:
+    return tuple(a + b for a, b in zip(phi, more, strict=True))
+
+
+def add_outer(phi: Monomials, sums: Tensor, row: Tensor) -> Monomials:
+    """Add ``sums ⊗ row``, of ``(B, H, 1, F, 1)`` and ``(B, H, G, n, 1)``, in one pass over the monomials."""
+    parts = sums.split([part.shape[-2] for part in phi], dim=-2)
+    return tuple(torch.addcmul(a, b, row.mT) for a, b in zip(phi, parts, strict=True))
+
+
+def dot(phi: Monomials, other: Monomials) -> Tensor | float:
+    """``Σ_f φ_f(x_i) ψ_f(x_i)`` for each row, ``(B, H, G, n, 1)``."""
+    return sum(((a * b).sum(-2)[..., None] for a, b in zip(phi, other, strict=True)), 0.0)
+
+
+def dot_rows(phi: Monomials, other: Monomials) -> Tensor:
+    """``Σ_i φ_f(x_i) ψ_f(x_i)`` for each head and monomial, over batch, group and rows: ``(H, F)``."""
+    parts = [(a * b).sum((0, 2, 4)) for a, b in zip(phi, other, strict=True)]
+    return torch.cat([*parts], dim=-1) if parts else torch.zeros(1, 0)
+
+
+class MapGradients:
+    """Collects the gradients of a map's tensors over chunks, where somebody wants them."""
+
+    def __init__(self, blocks: Blocks, wanted: bool) -> None:
+        self.wanted = wanted
+        self.linear, self.quadratic, self.tail = (torch.zeros_like(t) for t in blocks.maps)
+
+    def as_list(self) -> list[Tensor]:
+        return [self.linear, self.quadratic, self.tail]
+
+    def backward(self, x: Tensor, blocks: Blocks, grad: Monomials) -> Tensor:
+        """The gradient of x, given that of its monomials; those of the map are added up here."""
+        parts = list(grad)
+        grad_x = None
+        if blocks.identity:
+            grad_x = parts.pop(0).mT
+        elif blocks.linear.shape[-1]:
+            grad_x = self._project_backward(x, blocks.linear, parts.pop(0), self.linear)
+        if blocks.num_pairs:
+            grad_y = _pairs_backward(_project(x, blocks.quadratic), parts.pop(0))
+            more = self._project_backward(x, blocks.quadratic, grad_y, self.quadratic)
+            grad_x = more if grad_x is None else grad_x + more
+        if blocks.degrees:
+            sizes = level_sizes(blocks.degrees)
+            grad_factors = _products_backward(_project(x, blocks.tail).split(sizes, dim=-2), parts.pop(0))
+            more = self._project_backward(x, blocks.tail, grad_factors, self.tail)
+            grad_x = more if grad_x is None else grad_x + more
+        return torch.zeros_like(x) if grad_x is None else grad_x
+
+    def _project_backward(self, x: Tensor, weight: Tensor, grad: Tensor, total: Tensor) -> Tensor:
+        if self.wanted:
+            total += sum_over_heads(weight, (x.mT @ grad.mT).sum((0, 2)))
+        return grad.mT @ weight.mT[:, None]
+
+
+def sum_over_heads(parameter: Tensor, per_head: Tensor) -> Tensor:
+    """The gradient of a tensor ``(M, ...)`` from that for each head, ``(H, ...)``."""
+    return per_head if parameter.shape[0] > 1 else per_head.sum(0, keepdim=True)
+
+
+def _project(x: Tensor, weight: Tensor) -> Tensor:
+    """``(B, H, G, n, d), (M, d, r) -> (B, H, G, r, n)``."""
+    return weight.mT[:, None] @ x.mT
+
+
+def _pair_selections(count: int, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Two 0/1 matrices ``(count, r)`` that pick the left and the right factor of each pair from y's r rows.
+
+    A product with them is exact and several times faster than a gather on the CPU.
+    """
+    directions = y.shape[-2]
+    left, right = torch.tril_indices(directions, directions, device=y.device)[:, :count, None]
+    ids = torch.arange(directions, device=y.device)
+    return (left == ids).to(y.dtype), (right == ids).to(y.dtype)
+
+
+def _pair_factors(y: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    left, right = _pair_selections(count, y)
+    return left @ y, right @ y
+
+
+def _pairs_backward(y: Tensor, grad: Tensor) -> Tensor:
+    left, right = _pair_selections(grad.shape[-2], y)
+    return left.mT @ (grad * (right @ y)) + right.mT @ (grad * (left @ y))
+
+
+def _suffix_products(factors: Sequence[Tensor]) -> list[Tensor]:
+    """For each level the product of the factors of that level and all above it.
+
+    A level holds factors for the last features only, so the shorter product of the levels above is aligned
+    with the end of it.
+    """
+    products = [factors[-1]]
+    for factor in reversed(factors[:-1]):
+        above = products[0]
+        alone = factor.shape[-2] - above.shape[-2]
+        product = factor[..., alone:, :] * above
+        products.insert(0, torch.cat([factor[..., :alone, :], product], -2) if alone else product)
+    return products
+
+
+def _products_backward(factors: Sequence[Tensor], grad: Tensor) -> Tensor:
+    """The gradient of every factor is that of the product times all the other factors: no division."""
+    suffixes = _suffix_products(factors)
+    grads = []
+    below = grad
+    for level, factor in enumerate(factors):
+        if level + 1 == len(factors):
+            grads.append(below)
+            break
+        above = suffixes[level + 1]
+        alone = factor.shape[-2] - above.shape[-2]
+        grads += [below[..., :alone, :], below[..., alone:, :] * above]
+        below = below[..., alone:, :] * factor[..., alone:, :]
+    return torch.cat(grads, dim=-2)

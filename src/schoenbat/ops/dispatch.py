@@ -1,0 +1,185 @@
+"""Which implementation runs a call, and how a call is put together from the operators.
+
+Shapes are those of `eager`: query ``(B, H, G, n_q, d)``, key and value ``(B, H, 1, n_k, ·)``, mask None or
+bool ``(B, 1, 1, n_k, 1)``, count int64 ``(B, 1, 1, 1, 1)``, query_scale ``(H, G, 1, 1)``.
+"""
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from schoenbat.ops import eager, eager_causal, library, reference
+from schoenbat.ops.blocks import FeatureMap
+from schoenbat.ops.eager import Summary
+from schoenbat.ops.eager_causal import Inputs, Sums
+
+Implementation = Literal["auto", "reference", "eager", "triton"]
+
+
+def choose(implementation: str) -> str:
+    """``"reference"`` or ``"eager"``; what was asked for by name is never replaced by something else."""
+    if implementation not in get_args(Implementation):
+        known = ", ".join(repr(name) for name in get_args(Implementation))
+        raise ValueError(f"unknown implementation {implementation!r}; known: {known}")
+    if implementation == "triton":
+        raise NotImplementedError(
+            "implementation='triton' does not exist yet; use 'auto' or 'eager', which run on any device"
+        )
+    return "eager" if implementation == "auto" else implementation
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    feature_map: FeatureMap,
+    query_scale: Tensor,
+    *,
+    is_causal: bool,
+    implementation: str,
+) -> Tensor:
+    """Attention over the whole sequence; causal with n_q ≠ n_k aligns the last query with the last key."""
+    if choose(implementation) == "reference":
+        visible = _visible(query, key, mask, is_causal)
+        q, k, v = (x.to(feature_map.weight.dtype) for x in (query, key, value))
+        out = reference.attend(q, k, v, visible, *feature_map[:3], query_scale, feature_map.key_scale)
+        return out.to(query.dtype)
+    if is_causal:
+        return _attend_causal(query, key, value, mask, feature_map, query_scale)
+    summary = _summarize(key, value, mask, feature_map)
+    return _read(query, summary, eager.key_count(key, mask), feature_map, query_scale)
+
+
+def accumulate(
+    key: Tensor, value: Tensor, mask: Tensor | None, feature_map: FeatureMap
+) -> tuple[Sums, Tensor]:
+    """Keys and values as plain sums, which add up over pieces of a sequence, and their count."""
+    summary, count = _summarize(key, value, mask, feature_map), eager.key_count(key, mask)
+    sums = Sums(
+        summary.feature_value + summary.feature_sum @ summary.value_mean,
+        summary.feature_sum,
+        summary.key_mean * count,
+        summary.value_mean * count,
+    )
+    return sums, count
+
+
+def read(query: Tensor, sums: Sums, count: Tensor, feature_map: FeatureMap, query_scale: Tensor) -> Tensor:
+    """Bidirectional attention to everything in the sums."""
+    divisor = count.clamp(min=1)
+    value_mean = sums.value_sum / divisor
+    summary = Summary(
+        sums.feature_value - sums.feature_sum @ value_mean,
+        sums.feature_sum,
+        sums.key_sum / divisor,
+        value_mean,
+    )
+    return _read(query, summary, count, feature_map, query_scale)
+
+
+def step(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    count: Tensor,
+    sums: Sums,
+    feature_map: FeatureMap,
+    query_scale: Tensor,
+    *,
+    implementation: str,
+) -> tuple[Tensor, Sums]:
+    """Causal attention of n new tokens to those in the sums and to one another; the sums after them."""
+    shared = mask, count, *feature_map[:3], query_scale, feature_map.key_scale
+    if choose(implementation) == "reference":
+        q, k, v = (x.to(feature_map.weight.dtype) for x in (query, key, value))
+        out, after = reference.step(q, k, v, *shared, sums)
+        return out.to(query.dtype), Sums(*after)
+    return _scan(Inputs(query, key, value, *shared), sums)
+
+
+def _attend_causal(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    feature_map: FeatureMap,
+    query_scale: Tensor,
+) -> Tensor:
+    """The keys before the first query become sums; queries before the first key see nothing."""
+    earlier = max(0, key.shape[-2] - query.shape[-2])
+    blind = max(0, query.shape[-2] - key.shape[-2])
+    before = None if mask is None else mask[..., :earlier, :]
+    sums, count = accumulate(key[..., :earlier, :], value[..., :earlier, :], before, feature_map)
+    out, _ = _scan(
+        Inputs(
+            query[..., blind:, :],
+            key[..., earlier:, :],
+            value[..., earlier:, :],
+            None if mask is None else mask[..., earlier:, :],
+            count,
+            *feature_map[:3],
+            query_scale,
+            feature_map.key_scale,
+        ),
+        sums,
+    )
+    if not blind:
+        return out
+    return torch.cat([out.new_zeros(*out.shape[:-2], blind, out.shape[-1]), out], dim=-2)
+
+
+def _visible(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
+    lengths = query.shape[-2], key.shape[-2]
+    visible = torch.ones(lengths, dtype=torch.bool, device=key.device)
+    if is_causal:
+        visible = visible.tril(lengths[1] - lengths[0])
+    return visible[None, None, None] if mask is None else visible & mask.mT
+
+
+def _as_operators() -> bool:
+    """Not under transforms: an operator has no forward-mode derivative and would give silent zeros."""
+    return not (torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0)
+
+
+def _summarize(key: Tensor, value: Tensor, mask: Tensor | None, feature_map: FeatureMap) -> Summary:
+    blocks, scale = feature_map.blocks, feature_map.key_scale
+    if not _as_operators():
+        return eager.summarize(key, value, mask, blocks, scale)
+    return Summary(*library.summarize(key, value, mask, blocks.maps, blocks.layout, scale))
+
+
+def _read(
+    query: Tensor, summary: Summary, count: Tensor, feature_map: FeatureMap, query_scale: Tensor
+) -> Tensor:
+    blocks, coefficients = feature_map.blocks, feature_map.coefficients
+    weight = feature_map.weight[:, None, :, None]
+    weighted = Summary(weight * summary.feature_value, weight * summary.feature_sum, *summary[2:])
+    count = count.to(summary.value_mean.dtype)
+    if not _as_operators():
+        return eager.read(query, weighted, count, blocks, coefficients, query_scale)
+    return library.read(query, list(weighted), count, blocks.maps, coefficients, query_scale, blocks.layout)
+
+
+def _scan(inputs: Inputs, sums: Sums) -> tuple[Tensor, Sums]:
+    if not _as_operators():
+        return eager_causal.scan(inputs, sums)
+    query, key, value, mask, count, blocks, weight, coefficients, query_scale, key_scale = inputs
+    out, *after = library.scan(
+        query,
+        key,
+        value,
+        mask,
+        count,
+        list(sums),
+        blocks.maps,
+        weight,
+        coefficients,
+        query_scale,
+        blocks.layout,
+        key_scale,
+    )
+    return out, Sums(*after)

@@ -1,0 +1,185 @@
+"""Attention by a feature map in plain PyTorch, a cache-sized chunk of the sequence at a time, on any device.
+
+Bidirectional attention is `summarize` (the keys and values, as sums over the sequence) and `read` (one query
+row at a time against those sums). Nothing of size n·F outlives a chunk, in the backward pass either: features
+are computed again there. The functions that end in `_backward` are written by hand for that reason; the
+forward functions are ordinary differentiable PyTorch.
+
+Shapes: query ``(B, H, G, n_q, d)``, key ``(B, H, 1, n_k, d)``, value ``(B, H, 1, n_k, d_v)``, mask None or
+bool ``(B, 1, 1, n_k, 1)``; what belongs to a row is a column ``(B, H, G, n, 1)``; monomials as in `blocks`.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from schoenbat.ops.blocks import (
+    Blocks,
+    MapGradients,
+    add_outer,
+    apply_to_rows,
+    dot,
+    from_rows,
+    monomials,
+    sum_over_rows,
+)
+from schoenbat.ops.denominator import guard, guard_backward
+
+
+class Summary(NamedTuple):
+    """What bidirectional attention keeps of the keys and values."""
+
+    feature_value: Tensor  # (B, H, 1, F, d_v): Σ φ(k) (v − v̄)ᵀ; centred, so nothing is lost to a large mean
+    feature_sum: Tensor  # (B, H, 1, F, 1): Σ φ(k)
+    key_mean: Tensor  # (B, H, 1, 1, d): of the scaled keys
+    value_mean: Tensor  # (B, H, 1, 1, d_v)
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """State and accumulation are float32 at least."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def spans(x: Tensor) -> Iterator[slice]:
+    """Cut the sequence of x ``(B, H, G, n, d)`` so that a chunk stays in the cache."""
+    budget = 2**17 if x.device.type == "cpu" else 2**25
+    heads = max(1, x.shape[0] * x.shape[1] * x.shape[2])
+    length = max(64, budget // (heads * x.shape[-1]) // 64 * 64)
+    return (slice(start, start + length) for start in range(0, max(x.shape[-2], 1), length))
+
+
+def keep(mask: Tensor | None, span: slice, x: Tensor) -> Tensor:
+    """Zeros for masked rows: a zero key has no monomials, and what it held (NaN, too) is gone."""
+    return x if mask is None else torch.where(mask[..., span, :], x, 0.0)
+
+
+def key_count(key: Tensor, mask: Tensor | None) -> Tensor:
+    """How many keys take part: int64 ``(B, 1, 1, 1, 1)``."""
+    if mask is not None:
+        return mask.sum(-2, keepdim=True)
+    return torch.full((key.shape[0], 1, 1, 1, 1), key.shape[-2], device=key.device)
+
+
+def sum_of_products(a: Tensor, b: Tensor) -> Tensor:
+    """``Σ a·b`` over batch, rows and columns, for each head: ``(B, H, G, n, d) -> (H, G, 1, 1)``."""
+    return (a.flatten(-2)[..., None, :] @ b.flatten(-2)[..., None]).sum(0)
+
+
+def summarize(key: Tensor, value: Tensor, mask: Tensor | None, blocks: Blocks, key_scale: float) -> Summary:
+    """Keys and values as sums: two passes over the values (their mean first), one over the keys."""
+    dtype = compute_dtype(key)
+    divisor = key_count(key, mask).clamp(min=1)
+    parts = [keep(mask, span, value[..., span, :]).sum(-2, True, dtype=dtype) for span in spans(key)]
+    value_mean = torch.stack(parts).sum(0) / divisor
+
+    feature_value, feature_sum, key_sum = [], [], []
+    for span in spans(key):
+        x, centred = _key_chunk(key, value, mask, span, value_mean, key_scale)
+        phi = monomials(x, blocks)
+        feature_value.append(sum_over_rows(phi, centred))
+        feature_sum.append(sum_over_rows(phi, torch.ones_like(x[..., :1])))
+        key_sum.append(x.sum(-2, keepdim=True))
+    sums = (torch.stack(parts).sum(0) for parts in (feature_value, feature_sum, key_sum))
+    feature_value_sum, feature_total, key_total = sums
+    return Summary(feature_value_sum, feature_total, key_total / divisor, value_mean)
+
+
+def summarize_backward(
+    grad: Summary,
+    summary: Summary,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    blocks: Blocks,
+    key_scale: float,
+    to_map: MapGradients,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of key and value; those of the map are added to `to_map`."""
+    divisor = key_count(key, mask).clamp(min=1)
+    # Each value reaches the mean, and through it every centred value.
+    to_mean = (grad.value_mean - summary.feature_sum.mT @ grad.feature_value) / divisor
+    grad_key, grad_value = torch.empty_like(key), torch.empty_like(value)
+    for span in spans(key):
+        x, centred = _key_chunk(key, value, mask, span, summary.value_mean, key_scale)
+        phi = monomials(x, blocks)
+        grad_phi = from_rows(blocks, grad.feature_value, centred)
+        grad_phi = add_outer(grad_phi, grad.feature_sum, torch.ones_like(x[..., :1]))
+        grad_x = to_map.backward(x, blocks, grad_phi) + grad.key_mean / divisor
+        grad_v = apply_to_rows(phi, grad.feature_value) + to_mean
+        grad_key[..., span, :] = keep(mask, span, grad_x * key_scale)
+        grad_value[..., span, :] = keep(mask, span, grad_v)
+    return grad_key, grad_value
+
+
+def _key_chunk(
+    key: Tensor, value: Tensor, mask: Tensor | None, span: slice, value_mean: Tensor, key_scale: float
+) -> tuple[Tensor, Tensor]:
+    x = keep(mask, span, key[..., span, :].to(value_mean.dtype) * key_scale)
+    return x, keep(mask, span, value[..., span, :] - value_mean)
+
+
+def read(
+    query: Tensor,
+    summary: Summary,
+    count: Tensor,  # (B, 1, 1, 1, 1), in the summary's dtype
+    blocks: Blocks,
+    coefficients: Tensor,
+    query_scale: Tensor,  # (H, G, 1, 1)
+) -> Tensor:
+    """One output row for each query row; the summary's features carry their weights already."""
+    rows = []
+    for span in spans(query):
+        x = query[..., span, :] * query_scale
+        phi = monomials(x, blocks)
+        denominator = apply_to_rows(phi, summary.feature_sum)
+        guarded = guard(denominator, x @ summary.key_mean.mT, count, coefficients)
+        out = summary.value_mean + apply_to_rows(phi, summary.feature_value) / guarded.floored
+        rows.append(out.to(query.dtype))
+    return torch.cat(rows, dim=-2)
+
+
+def read_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    summary: Summary,
+    count: Tensor,
+    blocks: Blocks,
+    coefficients: Tensor,
+    query_scale: Tensor,
+    to_map: MapGradients,
+) -> tuple[Tensor, Summary, Tensor, Tensor]:
+    """Gradients of query, summary, coefficients and query_scale; those of the map are added to `to_map`."""
+    grad_query = torch.empty_like(query)
+    to_summary = Summary(*(torch.zeros_like(t) for t in summary))
+    to_coefficients, to_scale = torch.zeros_like(coefficients), torch.zeros_like(query_scale)
+    for span in spans(query):
+        raw, grad = query[..., span, :].to(count.dtype), grad_out[..., span, :].to(count.dtype)
+        x = raw * query_scale
+        phi = monomials(x, blocks)
+        mean_logit = x @ summary.key_mean.mT
+        guarded = guard(apply_to_rows(phi, summary.feature_sum), mean_logit, count, coefficients)
+
+        grad_numerator = grad / guarded.floored
+        grad_phi = from_rows(blocks, summary.feature_value, grad_numerator)
+        # ⟨grad, numerator⟩ / f is the same sum taken over the features: no product with the sums is repeated.
+        grad_floored = -dot(phi, grad_phi) / guarded.floored
+        grad_total, grad_mean_logit, more = guard_backward(
+            grad_floored, guarded, mean_logit, count, coefficients
+        )
+        grad_x = to_map.backward(x, blocks, add_outer(grad_phi, summary.feature_sum, grad_total))
+        grad_x = torch.addcmul(grad_x, grad_mean_logit, summary.key_mean)
+
+        to_coefficients += more
+        to_scale += sum_of_products(grad_x, raw)
+        grad_query[..., span, :] = grad_x * query_scale
+        parts = (
+            sum_over_rows(phi, grad_numerator),
+            sum_over_rows(phi, grad_total),
+            grad_mean_logit.mT @ x,
+            grad.sum(-2, keepdim=True),
+        )
+        for total, part in zip(to_summary, parts, strict=True):
+            total += part.sum(2, keepdim=True)
+    return grad_query, to_summary, to_coefficients, to_scale

@@ -1,0 +1,129 @@
+"""Exact kernelized attention, quadratic in n: the oracle, and the baseline to be faster than.
+
+Shapes are those of `eager`, with `visible` as in `reference`.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from schoenbat.kernels import DotProductKernel
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    kernel: DotProductKernel,
+    scale: Tensor,  # (H, G, 1, 1)
+    *,
+    is_causal: bool,
+) -> Tensor:
+    """``Σ_j f(s·⟨q, k_j⟩) v_j / Σ_j f(s·⟨q, k_j⟩)``; a row without keys gives zeros."""
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    query = query * scale.to(dtype)
+    # Keys that take no part must not reach a product: 0 · NaN is NaN.
+    if mask is not None:
+        key, value = torch.where(mask, key, 0.0), torch.where(mask, value, 0.0)
+    visible = _visible(query, key, mask, is_causal)
+    has_keys = None
+    if visible is not None:
+        has_keys = visible.any(-1, keepdim=True)
+        visible = visible | ~has_keys  # a softmax over nothing has NaN gradients
+    if kernel.name in ("exp", "trigh"):
+        out = _softmax(query.to(key.dtype), key, value, visible)
+    elif query.is_cuda and dtype != torch.float64:
+        out = _flex(query.to(key.dtype), key, value, visible, kernel)
+    else:
+        out = _dense(query, key.to(dtype), value.to(dtype), visible, kernel)
+    out = out.to(value.dtype)
+    return out if has_keys is None else torch.where(has_keys, out, 0.0)
+
+
+def _visible(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor | None:
+    """None where every key is visible to every query; else bool ``(B, 1, 1, n_q or 1, n_k)``."""
+    if key.shape[-2] == 0:
+        return torch.zeros(1, 1, 1, 1, 0, dtype=torch.bool, device=key.device)
+    visible = None if mask is None else mask.mT
+    if is_causal:
+        lengths = query.shape[-2], key.shape[-2]
+        causal = torch.ones(lengths, dtype=torch.bool, device=key.device).tril(lengths[1] - lengths[0])
+        visible = causal[None, None, None] if visible is None else visible & causal
+    return visible
+
+
+def _softmax(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None) -> Tensor:
+    groups = query.shape[2]
+    q, k, v = (x.flatten(1, 2) for x in (query, key, value))
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=None if visible is None else visible[:, 0], scale=1.0, enable_gqa=groups > 1
+    )
+    return out.unflatten(1, (-1, groups))
+
+
+def _dense(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, kernel: DotProductKernel
+) -> Tensor:
+    logits = query @ key.mT
+    if visible is not None:
+        logits = torch.where(visible, logits, 0.0)
+    _refuse_outside_radius(logits, kernel)
+    scores = kernel(logits)
+    if visible is not None:
+        scores = torch.where(visible, scores, 0.0)
+    return scores @ value / scores.sum(-1, keepdim=True)
+
+
+def _refuse_outside_radius(logits: Tensor, kernel: DotProductKernel) -> None:
+    """Only where looking costs nothing: on a GPU it would synchronise, and the rows become NaN instead."""
+    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    if traced or logits.device.type != "cpu" or not logits.numel():
+        return
+    largest = logits.detach().max().item()
+    if largest >= kernel.radius:
+        raise ValueError(
+            f"logit {largest:.6g} is outside the radius {kernel.radius:g} of kernel {kernel.name!r}; "
+            "normalise query and key to unit rows and choose a smaller scale"
+        )
+
+
+def _flex(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, kernel: DotProductKernel
+) -> Tensor:
+    """FlexAttention with ``score_mod = log f``: no n × n matrix of scores is kept."""
+    groups = query.shape[2]
+    flat = (x.flatten(1, 2) for x in (query, key, value))
+    if visible is None:
+        score_mod = _log_kernel(kernel)
+    else:
+        shape = query.shape[0], 1, 1, query.shape[-2], key.shape[-2]
+        score_mod = _masked(_log_kernel(kernel), visible.expand(shape)[:, 0, 0])
+    out = _compiled_flex()(*flat, score_mod=score_mod, scale=1.0, enable_gqa=groups > 1)
+    return out.unflatten(1, (-1, groups))
+
+
+@cache
+def _compiled_flex() -> Callable[..., Tensor]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False)
+
+
+@cache
+def _log_kernel(kernel: DotProductKernel) -> Callable[..., Tensor]:
+    def score_mod(score: Tensor, *index: Tensor) -> Tensor:
+        return kernel.log(score)
+
+    return score_mod
+
+
+def _masked(score_mod: Callable[..., Tensor], visible: Tensor) -> Callable[..., Tensor]:
+    def masked(score: Tensor, b: Any, h: Any, row: Any, column: Any) -> Tensor:
+        return torch.where(visible[b, row, column], score_mod(score, b, h, row, column), -float("inf"))
+
+    return masked

@@ -1,0 +1,88 @@
+"""Attentions by name with options: ``"schoenbat:kernel=inv,construction=paper,causal=true"``."""
+
+import inspect
+from typing import Any
+
+from torch import nn
+
+from schoenbat.baselines import Mean, NoMixing, Softmax
+from schoenbat.modules import SchoenbAt
+
+_ATTENTIONS: dict[str, type[nn.Module]] = {
+    "softmax": Softmax,
+    "schoenbat": SchoenbAt,
+    "mean": Mean,
+    "none": NoMixing,
+}
+# What the caller of build_attention gives, not the text.
+_GIVEN = {"self", "head_dim", "num_heads", "max_length", "device", "dtype"}
+_WORDS = {"true": True, "false": False, "none": None}
+
+
+def attention_names() -> tuple[str, ...]:
+    """The names that ``build_attention`` knows.
+
+    >>> "softmax" in attention_names()
+    True
+    """
+    return tuple(_ATTENTIONS)
+
+
+def build_attention(text: str, head_dim: int, num_heads: int, max_length: int | None = None) -> nn.Module:
+    """Build the attention that ``text`` names, a module with the call of ``SchoenbAt``.
+
+    Args:
+        text: ``"name"`` or ``"name:option=value,..."``. The options are the keyword arguments of the
+            attention's class, and ``causal=true``, which makes every call causal.
+        head_dim: the dimension of one head.
+        num_heads: the number of query heads.
+        max_length: the longest sequence, for attentions that must know it.
+
+    >>> build_attention("softmax:causal=true", head_dim=32, num_heads=2)
+    Softmax(head_dim=32, num_heads=2)
+    """
+    name, _, option_text = text.partition(":")
+    if name not in _ATTENTIONS:
+        raise ValueError(f"unknown attention {name!r}; known are {', '.join(_ATTENTIONS)}")
+    attention = _ATTENTIONS[name]
+    parameters = inspect.signature(attention).parameters
+    known = [option for option in parameters if option not in _GIVEN] + ["causal"]
+    options = _parse_options(name, option_text, known)
+    causal = options.pop("causal", False)
+    if not isinstance(causal, bool):
+        raise ValueError(f"option causal of attention {name!r} is true or false, got {causal!r}")
+    if "max_length" in parameters:
+        options["max_length"] = max_length
+    module = attention(head_dim, num_heads, **options)
+    if causal:
+        module.register_forward_pre_hook(_make_causal, with_kwargs=True)
+    return module
+
+
+def _parse_options(name: str, text: str, known: list[str]) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    for part in text.split(",") if text else []:
+        option, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals:
+            raise ValueError(f"option {part!r} of attention {name!r} has no value; write {option}=value")
+        if option not in known:
+            raise ValueError(f"unknown option {option!r} of attention {name!r}; known are {', '.join(known)}")
+        options[option] = _parse_value(value)
+    return options
+
+
+def _parse_value(text: str) -> bool | int | float | str | None:
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _make_causal(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return args, kwargs | {"is_causal": True}

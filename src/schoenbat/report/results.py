@@ -1,0 +1,72 @@
+"""The one format of results: a JSON file that says what was measured, on which machine, by which command."""
+
+import json
+import os
+import platform
+import shlex
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, is_dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import schoenbat
+
+
+def write_results(
+    path: Path, experiment: str, options: Any, rows: Sequence[Any], *, device: torch.device | str = "cpu"
+) -> None:
+    """Write ``rows`` (dataclasses) and all that is needed to measure them again; never half a file."""
+    results = {
+        "experiment": experiment,
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": {
+            "schoenbat": schoenbat.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "machine": {
+            "system": platform.platform(),
+            "device": device_name(torch.device(device)),
+            "threads": torch.get_num_threads(),
+        },
+        "options": _plain(options),
+        "rows": [_plain(row) for row in rows],
+    }
+    write_atomically(path, json.dumps(results, indent=1, default=str) + "\n")
+
+
+def write_atomically(path: Path, content: str) -> None:
+    """Write so that ``path`` holds the whole content or what it held before, whenever the program ends."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(content)
+        # mkstemp makes files that only their owner may read; results are for everybody.
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def device_name(device: torch.device) -> str:
+    """The processor's own name where the system tells it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _plain(row: Any) -> Mapping[str, Any]:
+    return asdict(row) if is_dataclass(row) and not isinstance(row, type) else row

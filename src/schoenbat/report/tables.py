@@ -1,0 +1,123 @@
+"""Results as tables for a terminal of 100 columns."""
+
+from collections.abc import Iterator, Sequence
+
+from rich import box
+from rich.table import Table
+
+from schoenbat.experiments.demo import DemoRow
+from schoenbat.experiments.error import ErrorRow
+from schoenbat.experiments.speed import BACKWARD, FORWARD, SpeedRow, crossover, find_rival, speedup
+
+NOT_MEASURED = "–"
+
+
+def error_tables(rows: Sequence[ErrorRow]) -> Iterator[Table]:
+    """One table for each construction: mean absolute error, and in brackets the relative error."""
+    counts = sorted({row.num_features for row in rows})
+    for construction in dict.fromkeys(row.construction for row in rows):
+        table = _table(f"{construction}: mean absolute error (relative to plain averaging)", "kernel", "d")
+        for count in counts:
+            table.add_column(f"D = {count}", justify="right")
+        chosen = [row for row in rows if row.construction == construction]
+        for kernel, head_dim in dict.fromkeys((row.kernel, row.head_dim) for row in chosen):
+            cells = {
+                row.num_features: f"{row.error:.2g} ({row.relative:.2g})"
+                for row in chosen
+                if (row.kernel, row.head_dim) == (kernel, head_dim)
+            }
+            table.add_row(kernel, str(head_dim), *(cells.get(count, NOT_MEASURED) for count in counts))
+        yield table
+
+
+def speed_tables(rows: Sequence[SpeedRow]) -> Iterator[Table]:
+    """One table for each kernel: RMFA's time, how many times faster than its rivals, and peak memory."""
+    rivals = [name for name in ("sdpa", "exact") if any(row.method == name for row in rows)]
+    ours = [row for row in rows if row.method == "rmfa"]
+    for kernel in dict.fromkeys(row.kernel for row in ours):
+        table = _table(f"RMFA with {kernel}: time, and how many times faster than its rivals", "n", "D")
+        for direction in ("fwd", "fwd+bwd"):
+            table.add_column(f"{direction}\nRMFA ms", justify="right")
+            for rival in rivals:
+                table.add_column(f"\nvs {rival}", justify="right")
+        for name in ("rmfa", *rivals):
+            table.add_column(f"fwd+bwd\n{name} MiB", justify="right")
+        for forward in ours:
+            if forward.kernel == kernel and forward.direction == FORWARD:
+                table.add_row(*_speed_cells(rows, forward, rivals))
+        yield table
+
+
+def crossover_lines(rows: Sequence[SpeedRow]) -> Iterator[str]:
+    """From which length on RMFA is faster than SDPA, in words."""
+    for direction in (FORWARD, BACKWARD):
+        length = crossover(rows, direction)
+        measured = (
+            f"faster than SDPA from n = {length:,} on" if length else "not faster than SDPA where measured"
+        )
+        yield f"{direction}: RMFA is {measured}"
+
+
+def demo_table(rows: Sequence[DemoRow]) -> Table:
+    """The attentions side by side, with the accuracy of always answering the most frequent label."""
+    table = _table("ListOps, short expressions: validation accuracy", "attention")
+    for column in ("parameters", "seconds", "accuracy"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(
+            row.attention, f"{row.parameters:,}", f"{row.result.seconds:.0f}", f"{row.accuracy:.1%}"
+        )
+    table.add_section()
+    table.add_row("most frequent label", "", "", f"{rows[0].majority:.1%}")
+    return table
+
+
+def demo_summary(
+    errors: Sequence[ErrorRow], speeds: Sequence[SpeedRow], trained: Sequence[DemoRow]
+) -> Iterator[str]:
+    """What the demo has shown, in a few sentences."""
+    size = errors[-1].kernel, errors[-1].head_dim, errors[-1].num_features
+    for point in errors:
+        if (point.kernel, point.head_dim, point.num_features) == size:
+            yield (
+                f"error of the {point.construction!r} map for {point.kernel} at d = {point.head_dim}, "
+                f"D = {point.num_features}: {point.relative:.2g} of what plain averaging has"
+            )
+    measured = [row for row in speeds if row.method == "rmfa" and speedup(speeds, row, "sdpa")]
+    for row in measured[-2:]:
+        ratio = _number(speedup(speeds, row, "sdpa"), "{:.3g}")
+        yield f"{row.direction} at n = {row.length:,}: RMFA is {ratio} times as fast as SDPA"
+    yield from crossover_lines(speeds)
+    accuracies = ", ".join(f"{row.attention} {row.accuracy:.1%}" for row in trained)
+    yield f"ListOps accuracy: {accuracies}, most frequent label {trained[0].majority:.1%}"
+
+
+def _speed_cells(rows: Sequence[SpeedRow], forward: SpeedRow, rivals: Sequence[str]) -> Iterator[str]:
+    both = next(
+        row
+        for row in rows
+        if row.direction == BACKWARD
+        and (row.method, row.kernel, row.length, row.num_features)
+        == ("rmfa", forward.kernel, forward.length, forward.num_features)
+    )
+    yield f"{forward.length:,}"
+    yield str(forward.num_features)
+    for row in (forward, both):
+        yield _number(row.median, "{:.3g}", 1e3)
+        for rival in rivals:
+            yield _number(speedup(rows, row, rival), "{:.3g} ×")
+    yield _number(both.memory, "{:,.0f}", 2**-20)
+    for name in rivals:
+        rival_row = find_rival(rows, both, name)
+        yield _number(rival_row.memory if rival_row else None, "{:,.0f}", 2**-20)
+
+
+def _number(value: float | None, form: str, factor: float = 1.0) -> str:
+    return NOT_MEASURED if value is None else form.format(value * factor)
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
+    for column in columns:
+        table.add_column(column)
+    return table

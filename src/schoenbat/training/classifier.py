@@ -1,0 +1,109 @@
+"""The small sequence classifier of the Long Range Arena comparisons, with any attention of the registry."""
+
+from torch import Tensor, nn
+
+from schoenbat.registry import build_attention
+
+
+class Classifier(nn.Module):
+    """Token and learned position embeddings, two pre-norm layers, mean over positions, a two-layer head.
+
+    Args:
+        attention: a name with options, as ``schoenbat.build_attention`` takes it.
+        vocab_size: the number of tokens; token 0 is padding.
+        num_classes: the number of labels.
+        max_length: what sequences are padded to; shorter input gives the same logits as the padded one.
+        dim: the width of the embeddings.
+        num_heads: attention heads of ``dim / num_heads`` channels each.
+        hidden_dim: the width inside the feed-forward parts and the head.
+        num_layers: the number of layers.
+        dropout: on the embeddings and on what each part of a layer adds.
+
+    >>> import torch
+    >>> model = Classifier("mean", vocab_size=16, num_classes=10, max_length=32)
+    >>> model(torch.randint(1, 16, (4, 32))).shape
+    torch.Size([4, 10])
+    """
+
+    def __init__(
+        self,
+        attention: str,
+        *,
+        vocab_size: int,
+        num_classes: int,
+        max_length: int,
+        dim: int = 64,
+        num_heads: int = 2,
+        hidden_dim: int = 128,
+        num_layers: int = 2,
+        dropout: float = 0.1,
+    ) -> None:
+        super().__init__()
+        self.max_length = max_length
+        self.tokens = nn.Embedding(vocab_size, dim)
+        self.positions = nn.Embedding(max_length, dim)
+        nn.init.normal_(self.tokens.weight, std=0.02)
+        nn.init.normal_(self.positions.weight, std=0.02)
+        self.dropout = nn.Dropout(dropout)
+        self.layers = nn.ModuleList(
+            Layer(
+                build_attention(attention, dim // num_heads, num_heads, max_length),
+                dim,
+                num_heads,
+                hidden_dim,
+                dropout,
+            )
+            for _ in range(num_layers)
+        )
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Sequential(nn.Linear(dim, hidden_dim), nn.ReLU(), nn.Linear(hidden_dim, num_classes))
+
+    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Logits ``(B, num_classes)`` of ``tokens`` ``(B, n)``.
+
+        ``mask`` ``(B, n)`` is True where a token takes part; None stands for ``tokens != 0``.
+        """
+        if tokens.shape[-1] > self.max_length:
+            raise ValueError(f"sequences of {tokens.shape[-1]} tokens, but max_length is {self.max_length}")
+        if mask is None:
+            mask = tokens != 0
+        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[-1]]  # (B, n, dim)
+        x = self.dropout(x)
+        for layer in self.layers:
+            x = layer(x, mask)
+        # Divided by the padded length, as in the published comparisons: the sum then also tells the length.
+        pooled = (self.norm(x) * mask.unsqueeze(-1)).sum(-2) / self.max_length
+        return self.head(pooled)
+
+
+class Layer(nn.Module):
+    """Attention and a feed-forward part, each added to its input and taking it through a LayerNorm."""
+
+    def __init__(
+        self, attention: nn.Module, dim: int, num_heads: int, hidden_dim: int, dropout: float
+    ) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.attention_norm = nn.LayerNorm(dim)
+        self.query_key_value = nn.Linear(dim, 3 * dim)
+        self.attention = attention
+        self.output = nn.Linear(dim, dim)
+        self.dropout = nn.Dropout(dropout)
+        self.feed_forward = nn.Sequential(
+            nn.LayerNorm(dim),
+            nn.Linear(dim, hidden_dim),
+            nn.GELU(),
+            nn.Dropout(dropout),
+            nn.Linear(hidden_dim, dim),
+            nn.Dropout(dropout),
+        )
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        x = x + self.dropout(self.attend(self.attention_norm(x), mask))
+        return x + self.feed_forward(x)
+
+    def attend(self, x: Tensor, mask: Tensor) -> Tensor:
+        heads = self.query_key_value(x).unflatten(-1, (3, self.num_heads, -1))  # (B, n, 3, H, d)
+        query, key, value = heads.permute(2, 0, 3, 1, 4).unbind()  # each (B, H, n, d)
+        mixed = self.attention(query, key, value, key_mask=mask, query_mask=mask)
+        return self.output(mixed.transpose(-3, -2).flatten(-2))

@@ -1,0 +1,44 @@
+"""The demo's training run, small."""
+
+import torch
+
+from schoenbat.data import listops
+from schoenbat.experiments.demo import MAX_LENGTH, DemoOptions, listops_split, train_one
+
+SMALL = DemoOptions(num_training=600, num_validation=300, steps=60)
+
+
+def test_the_split_is_disjoint_and_labelled():
+    training, validation = listops_split(SMALL)
+    assert (len(training), len(validation)) == (600, 300)
+    expressions = [
+        {
+            listops.decode(row): label
+            for row, label in zip(part.tokens.tolist(), part.labels.tolist(), strict=True)
+        }
+        for part in (training, validation)
+    ]
+    assert not expressions[0].keys() & expressions[1].keys()
+    assert all(listops.evaluate(text) == label for part in expressions for text, label in part.items())
+    assert training.tokens.shape[1] == MAX_LENGTH
+    assert training.tokens.ne(0).sum(1).min() > 20
+
+
+def test_both_attentions_get_clearly_above_the_most_frequent_label():
+    split = listops_split(SMALL)
+    for attention in SMALL.attentions:
+        steps = []
+        row = train_one(attention, split, SMALL, steps.append)
+        assert steps == list(range(1, 61))
+        assert row.accuracy == row.result.accuracy
+        assert row.accuracy > row.majority + 0.05
+
+
+def test_attentions_start_alike_and_runs_repeat():
+    options = DemoOptions(num_training=64, num_validation=32, steps=4)
+    split = listops_split(options)
+    torch.manual_seed(1)
+    first = train_one("softmax", split, options)
+    again = train_one("softmax", split, options)
+    assert first.result.history == again.result.history
+    assert train_one("mean", split, options).parameters == first.parameters

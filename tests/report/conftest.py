@@ -1,0 +1,41 @@
+"""Rows as the experiments yield them, for tables and plots."""
+
+import itertools
+
+import pytest
+
+from schoenbat.experiments.demo import DemoRow
+from schoenbat.experiments.error import ErrorRow
+from schoenbat.experiments.speed import PASSES, SpeedRow
+from schoenbat.training import Progress, TrainingResult
+
+
+@pytest.fixture
+def errors():
+    return [
+        ErrorRow(kernel, construction, head_dim, count, 1.234e-5 * count, 1e-6, 0.0123)
+        for kernel, construction, head_dim, count in itertools.product(
+            ("exp", "inv", "logi", "trigh", "sqrt"), ("paper", "exact-low"), (10, 200), (10, 20, 30, 40, 50)
+        )
+    ]
+
+
+@pytest.fixture
+def speeds():
+    return [
+        row
+        for length, seconds, direction in itertools.product((1000, 131_072), (0.5,), PASSES)
+        for row in (
+            SpeedRow("sdpa", None, length, None, direction, None if length > 1000 else seconds, memory=2**40),
+            SpeedRow("exact", "exp", length, None, direction, 4 * seconds, memory=2**41),
+            SpeedRow("rmfa", "exp", length, 120, direction, seconds / 100, memory=3 * 2**20),
+        )
+    ]
+
+
+@pytest.fixture
+def trained():
+    return [
+        DemoRow(name, 76_000, accuracy, 0.186, TrainingResult([Progress(1, 2.0, accuracy)], 31.0))
+        for name, accuracy in [("softmax", 0.391), ("schoenbat", 0.384)]
+    ]

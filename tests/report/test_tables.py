@@ -1,0 +1,53 @@
+"""Tables fit 100 columns, show every row, and leave cells empty where nothing was measured."""
+
+import io
+
+from rich.console import Console
+
+from schoenbat.report import tables
+
+
+def printed(table):
+    console = Console(width=100, file=io.StringIO())
+    console.print(table)
+    return console.file.getvalue()
+
+
+def test_tables_fit_100_columns(errors, speeds, trained):
+    for table in (*tables.error_tables(errors), *tables.speed_tables(speeds), tables.demo_table(trained)):
+        assert Console(width=10_000).measure(table).maximum <= 100
+        assert "…" not in printed(table)
+
+
+def test_error_tables(errors):
+    texts = [printed(table) for table in tables.error_tables(errors)]
+    assert ["paper" in texts[0], "exact-low" in texts[1]] == [True, True]
+    assert texts[0].count("0.00062 (0.012)") == 10
+
+
+def test_speed_tables_show_ratios_and_leave_out_what_was_not_measured(speeds):
+    (text,) = (printed(table) for table in tables.speed_tables(speeds))
+    short = next(line for line in text.splitlines() if line.strip().startswith("1,000"))
+    long = next(line for line in text.splitlines() if line.strip().startswith("131,072"))
+    assert short.split()[:7] == ["1,000", "120", "5", "100", "×", "400", "×"]
+    assert long.split()[:6] == ["131,072", "120", "5", "–", "400", "×"]
+    assert text.count(" 3 ") == 2
+
+
+def test_crossover_in_words(speeds):
+    assert list(tables.crossover_lines(speeds)) == [
+        "forward: RMFA is faster than SDPA from n = 1,000 on",
+        "forward+backward: RMFA is faster than SDPA from n = 1,000 on",
+    ]
+    without = [row for row in speeds if row.method != "sdpa"]
+    assert "not faster than SDPA where measured" in next(tables.crossover_lines(without))
+
+
+def test_demo_table_and_summary(errors, speeds, trained):
+    text = printed(tables.demo_table(trained))
+    assert all(number in text for number in ("39.1%", "38.4%", "18.6%", "76,000"))
+    summary = "\n".join(tables.demo_summary(errors, speeds, trained))
+    assert "softmax 39.1%, schoenbat 38.4%, most frequent label 18.6%" in summary
+    assert "forward at n = 1,000: RMFA is 100 times as fast as SDPA" in summary
+    assert "–" not in summary
+    assert "'exact-low' map for sqrt at d = 200, D = 50: 0.012" in summary

@@ -1,0 +1,126 @@
+"""The command line: help, errors, files, interruption."""
+
+import json
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+from typer.testing import CliRunner
+
+from schoenbat.cli import app
+from schoenbat.experiments import demo, error, speed
+
+
+@pytest.fixture
+def invoke(tmp_path):
+    def call(*arguments):
+        return CliRunner().invoke(app, [*arguments, "--out", str(tmp_path)], env={"COLUMNS": "100"})
+
+    return call
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """Experiments of the smallest size, whatever is asked for."""
+    errors = {"head_dims": (6,), "num_features": (4, 8), "num_tokens": 10, "repetitions": 2}
+    speeds = {"lengths": (8, 16), "num_features": (2, 4), "head_dim": 4, "num_heads": 1, "seconds": 0.0}
+    training = demo.DemoOptions(num_training=32, num_validation=16, steps=2)
+    monkeypatch.setattr(error.ErrorOptions, "quick", partial(error.ErrorOptions, **errors))
+    monkeypatch.setattr(speed.SpeedOptions, "quick", partial(speed.SpeedOptions, **speeds))
+    monkeypatch.setattr(
+        speed.SpeedOptions,
+        "long",
+        lambda longest, **more: speed.SpeedOptions(
+            **speeds | {"kernels": ("exp",), "num_features": (4,), "rivals": ("sdpa",)} | more
+        ),
+    )
+    monkeypatch.setattr(demo, "DemoOptions", lambda seed: training)
+
+
+@pytest.mark.parametrize("command", ["error", "speed", "demo"])
+def test_help_shows_an_example(command):
+    result = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "100"})
+    assert result.exit_code == 0
+    assert f"Example: schoenbat {command}" in result.output
+    assert "--out" in result.output
+
+
+def test_without_a_command_the_commands_are_listed():
+    result = CliRunner().invoke(app, [], env={"COLUMNS": "100"})
+    assert all(f" {command} " in result.output for command in ("error", "speed", "demo"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["error", "--fast"], "--fast"),
+        (["error", "--kernels", "exp,foo"], "foo"),
+        (["error", "--repetitions", "0"], "repetitions"),
+        (["speed", "--device", "toaster"], "toaster"),
+    ],
+)
+def test_wrong_options_are_named_without_a_traceback(invoke, tmp_path, arguments, problem):
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert problem in result.output
+    assert "Traceback" not in result.output
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize(
+    ("arguments", "name", "num_rows", "shown"),
+    [
+        (["error", "--quick", "--kernels", "exp,inv"], "error", 2 * 3 * 2, "exact-low"),
+        (["speed", "--quick", "--kernels", "inv"], "speed", 2 * 2 * 4, "vs sdpa"),
+        (["speed", "--quick", "--long"], "speed-long", 2 * 2 * 2, "faster than SDPA"),
+    ],
+)
+def test_experiments_print_tables_and_write_json_and_svg(invoke, tmp_path, arguments, name, num_rows, shown):
+    result = invoke(*arguments, "--seed", "5")
+    assert result.exit_code == 0, result.output
+    assert shown in result.output
+    assert {path.name for path in tmp_path.iterdir()} == {f"{name}.json", f"{name}.svg"}
+    results = json.loads((tmp_path / f"{name}.json").read_text())
+    assert results["experiment"] == name
+    assert results["options"]["seed"] == 5
+    assert len(results["rows"]) == num_rows
+    assert "</svg>" in (tmp_path / f"{name}.svg").read_text()
+
+
+@pytest.mark.usefixtures("tiny")
+def test_demo_shows_everything_and_a_summary(invoke, tmp_path):
+    result = invoke("demo")
+    assert result.exit_code == 0, result.output
+    assert all(
+        text in result.output for text in ("paper", "RMFA", "schoenbat", "most frequent label", "Summary")
+    )
+    parts = ("demo-error", "demo-speed", "demo-training")
+    files = {f"{part}.{ending}" for part in parts for ending in ("json", "svg")}
+    assert {path.name for path in tmp_path.iterdir()} == files
+    rows = json.loads((tmp_path / "demo-training.json").read_text())["rows"]
+    assert [row["attention"] for row in rows] == ["softmax", "schoenbat"]
+    assert rows[0]["result"]["history"][-1]["step"] == 2
+
+
+@pytest.mark.usefixtures("tiny")
+def test_an_interruption_ends_with_130_and_leaves_no_file(invoke, tmp_path, monkeypatch):
+    def interrupted(options):
+        yield from []
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(error, "run", interrupted)
+    result = invoke("error", "--quick")
+    assert result.exit_code == 130
+    assert "Traceback" not in result.output
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("module", ["typer", "matplotlib"])
+def test_a_missing_extra_is_named(module):
+    code = f"import sys; sys.modules[{module!r}] = None; from schoenbat.cli import main; main()"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert f"need {module}; install them with: pip install 'schoenbat[cli]'" in result.stderr
+    assert "Traceback" not in result.stderr

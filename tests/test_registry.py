@@ -1,0 +1,74 @@
+"""Attentions by name with options."""
+
+import pickle
+
+import pytest
+import torch
+from schoenbat.modules import SchoenbAt
+
+from schoenbat.registry import attention_names, build_attention
+
+
+@pytest.fixture
+def inputs():
+    return torch.randn(3, 2, 2, 7, 8, generator=torch.Generator().manual_seed(0)).unbind()
+
+
+@pytest.mark.parametrize("name", attention_names())
+def test_every_attention_has_the_same_call(name, inputs):
+    attention = build_attention(name, head_dim=8, num_heads=2, max_length=16)
+    mask = torch.ones(2, 7, dtype=torch.bool)
+    output = attention(*inputs, key_mask=mask, query_mask=mask, is_causal=True, enable_gqa=False)
+    assert output.shape == inputs[2].shape
+    assert output.isfinite().all()
+
+
+@pytest.mark.parametrize("name", attention_names())
+def test_causal_makes_every_call_causal(name, inputs):
+    torch.manual_seed(0)
+    attention = build_attention(f"{name}:causal=true", head_dim=8, num_heads=2)
+    query, key, value = inputs
+    changed = value.clone()
+    changed[:, :, 4:] += 1
+    before, after = attention(query, key, value), attention(query, key, changed)
+    torch.testing.assert_close(before[:, :, :4], after[:, :, :4])
+    assert not torch.allclose(before[:, :, 4:], after[:, :, 4:])
+    copy = pickle.loads(pickle.dumps(attention))
+    assert torch.equal(copy(query, key, value), before)
+
+
+def test_without_causal_the_future_is_seen(inputs):
+    query, key, value = inputs
+    changed = value.clone()
+    changed[:, :, 4:] += 1
+    attention = build_attention("mean:causal=false", head_dim=8, num_heads=2)
+    assert not torch.allclose(attention(query, key, value), attention(query, key, changed))
+
+
+def test_options_reach_the_class_with_their_types():
+    text = (
+        "schoenbat:kernel=inv, construction=paper, num_features=32, post=false, scale=none, eps=1e-6, seed=3"
+    )
+    attention = build_attention(text, head_dim=8, num_heads=2)
+    assert isinstance(attention, SchoenbAt)
+    expected = SchoenbAt(8, 2, 32, "inv", construction="paper", post=False, scale=None, eps=1e-6, seed=3)
+    assert repr(attention) == repr(expected)
+    query, key, value = torch.randn(3, 2, 2, 7, 8).unbind()
+    assert torch.equal(attention(query, key, value), expected(query, key, value))
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("sofmax", "unknown attention 'sofmax'; known are softmax, schoenbat, mean, none"),
+        ("", "unknown attention ''"),
+        ("softmax:temperature=2", "unknown option 'temperature' of attention 'softmax'; known are causal"),
+        ("schoenbat:head_dim=4", "unknown option 'head_dim' .* num_features, kernel, construction"),
+        ("schoenbat:kernel", "has no value; write kernel=value"),
+        ("mean:causal=yes", "causal of attention 'mean' is true or false, got 'yes'"),
+        ("schoenbat:kernel=foo", "foo"),
+    ],
+)
+def test_errors_name_what_is_wrong_and_what_is_known(text, problem):
+    with pytest.raises(ValueError, match=problem):
+        build_attention(text, head_dim=8, num_heads=2)
