@@ -56,7 +56,7 @@ def test_without_a_command_the_commands_are_listed():
     [
         (["error", "--fast"], "--fast"),
         (["error", "--kernels", "exp,foo"], "foo"),
-        (["error", "--repetitions", "0"], "repetitions"),
+        (["error", "--repetitions", "1"], "repetitions"),
         (["speed", "--device", "toaster"], "toaster"),
     ],
 )

@@ -40,7 +40,7 @@ Kernels = Annotated[str | None, typer.Option(help="Kernels, separated by commas.
 def error(
     quick: Quick = False,
     kernels: Kernels = None,
-    repetitions: Annotated[int | None, typer.Option(min=1, help="Inputs and maps a cell.")] = None,
+    repetitions: Annotated[int | None, typer.Option(min=2, help="Inputs and maps a cell.")] = None,
     seed: Seed = 0,
     out: Out = Path("out"),
 ) -> None:

@@ -5,6 +5,7 @@ drawing is the same for all. Everything here runs on the CPU in float64 from one
 seed means the same map everywhere.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -127,13 +128,17 @@ def _spend_unbiased(
     """Spend all that is left on the degrees of `coefficients`; returns the number of features by degree."""
     powers = scale ** torch.arange(len(coefficients), dtype=torch.float64)
     shares = {n: share for n, share in enumerate((coefficients * powers).tolist()) if share > 0}
+    if math.isinf(sum(shares.values())):
+        raise ValueError(f"a series at scale {scale:g} does not fit into float64; choose a smaller scale")
     counts = _allocate(shares, spending.left, head_dim)
     sampled: dict[int, float] = {n: share for n, share in shares.items() if n not in counts}
     if sampled:
         counts = _allocate(shares, spending.left - 1, head_dim)
         sampled = {n: share for n, share in shares.items() if n not in counts}
     for degree, count in counts.items():
-        spending.add(degree, count, float(coefficients[degree]) / count)
+        # The complete linear part is x itself: unit directions, not as many of norm √d.
+        complete = degree == 1 and count == head_dim
+        spending.add(degree, count, float(coefficients[degree]) / (1 if complete else count))
     if sampled:
         chances = torch.tensor(list(sampled.values()), dtype=torch.float64)
         pick = int(torch.multinomial(chances, 1, generator=generator))

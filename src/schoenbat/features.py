@@ -115,12 +115,13 @@ class MaclaurinFeatures(nn.Module):
             >>> torch.equal(before, features.quadratic)
             False
         """
-        self.seed = int(torch.randint(2**62, ())) if seed is None else seed
-        generator = torch.Generator().manual_seed(self.seed)
-        coefficients = self.kernel.coefficients(MAX_DEGREE)
-        construct = CONSTRUCTIONS[self.construction]
-        plan = construct(coefficients, self.head_dim, self.num_features, self.scale, generator)
-        drawn = draw(plan, self.head_dim, self.num_heads or 1, generator)
+        with torch.device("cpu"):  # whatever the default device is: a seed means the same map everywhere
+            self.seed = int(torch.randint(2**62, ())) if seed is None else seed
+            generator = torch.Generator().manual_seed(self.seed)
+            coefficients = self.kernel.coefficients(MAX_DEGREE)
+            construct = CONSTRUCTIONS[self.construction]
+            plan = construct(coefficients, self.head_dim, self.num_features, self.scale, generator)
+            drawn = draw(plan, self.head_dim, self.num_heads or 1, generator)
         for name, tensor in zip(_MAPS, drawn, strict=True):
             self._replace(name, tensor)
         self._replace("feature_weights", torch.tensor(plan.weights, dtype=torch.float64))
@@ -177,17 +178,16 @@ class MaclaurinFeatures(nn.Module):
                 f"this map has num_heads = {self.num_heads}: expected (..., {self.num_heads}, n, "
                 f"{self.head_dim}), got {tuple(x.shape)}"
             )
-        return x.reshape(-1, self.num_heads, 1, *x.shape[-2:])
+        return x.reshape(math.prod(x.shape[:-3]), self.num_heads, 1, *x.shape[-2:])
 
     def forward(self, x: Tensor) -> Tensor:
         """The features of the rows of x: ``(..., head_dim) -> (..., num_features)``, no scale inside."""
         rows = self._by_map(x)
         dtype = torch.promote_types(x.dtype, torch.float32)
         with torch.autocast(x.device.type, enabled=False):
-            feature_map = self.map(dtype)
-            phi = weigh(monomials(rows.to(dtype), feature_map.blocks), feature_map.weight.sqrt())
-            constant = self._weights(dtype)[:, : self.degrees.count(0)].sqrt()[:, None, :, None]
-            constant = constant.expand(*rows.shape[:3], -1, rows.shape[-2])
+            amplitude, constants = self._amplitudes(dtype), self.degrees.count(0)
+            phi = weigh(monomials(rows.to(dtype), self._blocks(dtype)), amplitude[:, constants:])
+            constant = amplitude[:, None, :constants, None].expand(*rows.shape[:3], -1, rows.shape[-2])
             both = torch.cat([constant, *phi], dim=-2).mT
         return both.reshape(*x.shape[:-1], self.num_features).to(x.dtype)
 
@@ -217,6 +217,13 @@ class MaclaurinFeatures(nn.Module):
         if self.gains is None:
             return weights.expand(1, -1)
         return weights * self.gains.to(dtype).square()[:, self.degree_table]
+
+    def _amplitudes(self, dtype: torch.dtype) -> Tensor:
+        """What a feature is multiplied by. Not the root of `_weights`: a gain of 0 would have no gradient."""
+        amplitudes = self.feature_weights.to(dtype).sqrt()
+        if self.gains is None:
+            return amplitudes.expand(1, -1)
+        return amplitudes * self.gains.to(dtype)[:, self.degree_table]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "MaclaurinFeatures":
         """Follow every move, but refuse a cast to half precision: a map rounded once is another map."""

@@ -55,8 +55,9 @@ def kernelized_attention(
     inputs = arrange(query, key, value, key_mask, enable_gqa)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     with torch.autocast(query.device.type, enabled=False):
-        query_scale = arrange_scale(scale, inputs.query, 1.0)
-        out = exact.attend(*inputs[:4], get_kernel(kernel), query_scale, is_causal=is_causal)
+        if isinstance(scale, Tensor):
+            scale = arrange_scale(scale, inputs.query, 1.0)
+        out = exact.attend(*inputs[:4], get_kernel(kernel), scale, is_causal=is_causal)
     return inputs.restore(out)
 
 

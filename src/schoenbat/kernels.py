@@ -362,12 +362,11 @@ def _cauchy(text: str, expression: Any, circle: float) -> list[Any]:
         upper = [mpmath.mpc(function(circle * root)) for root in roots[: _POINTS // 2 + 1]]
     except (ZeroDivisionError, ValueError, OverflowError):
         upper = [mpmath.mpc(math.nan)] * (_POINTS // 2 + 1)
-    # f takes conjugate values at conjugate points if it is real on the real axis.
+    # A real f takes conjugate values at conjugate points; any other is torn on the real axis, and found out.
     values = upper + [value.conjugate() for value in upper[-2:0:-1]]
     laurent = [value / _POINTS for value in _fourier(values, [root.conjugate() for root in roots])]
     largest = max(abs(value) for value in values)
-    strays = [upper[0].imag, upper[-1].imag, *laurent[-64:]]
-    if not all(abs(stray) <= 1e-100 * largest for stray in strays):
+    if not all(abs(value) <= 1e-100 * largest for value in laurent[-64:]):
         raise ValueError(
             f"{text!r} has no Maclaurin series on |x| <= {circle:g}: it is singular, not real or too steep. "
             "If that is so at 0, as for sqrt(x), log(x) and 1/x, it is no kernel; else pass a smaller radius"

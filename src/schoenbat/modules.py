@@ -169,7 +169,7 @@ class SchoenbAt(nn.Module):
             ``(B, H, n_q, d_v)``.
         """
         is_causal = is_causal or self.always_causal
-        self._check_heads(query)
+        self._check(query, value)
         if is_causal and self.training and self.query_norm is not None and self.query_norm.mode == "batch":
             raise ValueError(
                 "normalization='batch' takes its statistics from the whole sequence and so leaks the future "
@@ -207,7 +207,7 @@ class SchoenbAt(nn.Module):
             >>> state.count.tolist()
             [2, 2]
         """
-        self._check_heads(query)
+        self._check(query, value)
         if self.training and self.query_norm is not None and self.query_norm.mode == "batch":
             raise ValueError("normalization='batch' decodes with its running averages: call .eval() first")
         if state is None:
@@ -230,17 +230,25 @@ class SchoenbAt(nn.Module):
         return (out if self.post is None else self.post(out)), state
 
     def _normalize(
-        self, query: Tensor, key: Tensor, query_mask: Tensor | None, key_mask: Tensor | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        query_mask: Tensor | None,
+        key_mask: Tensor | None,
+        *,
+        track: bool = True,
     ) -> tuple[Tensor, Tensor]:
         if self.query_norm is None or self.key_norm is None:
             return query, key
-        return self.query_norm(query, query_mask), self.key_norm(key, key_mask)
+        return self.query_norm(query, query_mask, track=track), self.key_norm(key, key_mask, track=track)
 
-    def _check_heads(self, query: Tensor) -> None:
+    def _check(self, query: Tensor, value: Tensor) -> None:
         if query.dim() < 3 or query.shape[-3] != self.num_heads:
             raise ValueError(
                 f"expected query (B, {self.num_heads}, n, {self.features.head_dim}), got {tuple(query.shape)}"
             )
+        if value.shape[-1] != self.value_dim:
+            raise ValueError(f"expected values of width {self.value_dim}, got {tuple(value.shape)}")
 
 
 def _first_scale(kernel: DotProductKernel) -> float:

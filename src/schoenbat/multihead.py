@@ -93,25 +93,49 @@ class MultiheadSchoenbAt(nn.MultiheadAttention):
             The output, shaped like the query, and the weights ``(B, n_q, n_k)`` or ``(B, H, n_q, n_k)``, or
             None.
         """
-        batched = query.dim() == 3
+        if query.is_nested:
+            return self._forward_nested(query, key, value, need_weights, average_attn_weights, is_causal)
+        batched, is_self_attention = query.dim() == 3, query is key
         if query.dim() not in (2, 3):
             raise ValueError(f"expected a query of 2 or 3 dimensions, got {tuple(query.shape)}")
-        causal = is_causal or _is_causal_mask(attn_mask)
         if not batched:
             query, key, value = (x[None] for x in (query, key, value))
             key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
         elif not self.batch_first:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+        if attn_mask is not None:
+            _check_size(attn_mask, query.shape[0] * self.num_heads, query.shape[1], key.shape[1])
+        causal = is_causal or _is_causal_mask(attn_mask)
         q, k, v = self._project(query, key, value)
         key_mask = _key_mask(key_padding_mask)
+        query_mask = key_mask if is_self_attention else None
         k, v, key_mask = self._add_keys(k, v, key_mask)
-        out = self.attention(q, k, v, key_mask=key_mask, is_causal=causal)
+        out = self.attention(q, k, v, key_mask=key_mask, query_mask=query_mask, is_causal=causal)
         out = nn.functional.dropout(out, self.dropout, self.training)
         out = self.out_proj(out.transpose(1, 2).flatten(2))
-        weights = self._weights(q, k, key_mask, causal, average_attn_weights) if need_weights else None
+        weights = None
+        if need_weights:
+            weights = self._weights(q, k, query_mask, key_mask, causal, average_attn_weights)
+            added = k.shape[-2] - key.shape[1]  # nn.MultiheadAttention has these columns last
+            weights = torch.cat([weights[..., added:], weights[..., :added].flip(-1)], dim=-1)
         if not batched:
             return out[0], None if weights is None else weights[0]
         return (out if self.batch_first else out.transpose(0, 1)), weights
+
+    def _forward_nested(
+        self, query: Tensor, key: Tensor, value: Tensor, need_weights: bool, average: bool, is_causal: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """An `nn.TransformerEncoder` built with another attention packs padded batches in eval mode."""
+        if query is not key or key is not value:
+            raise ValueError("nested tensors are taken for self-attention only; pad them to dense tensors")
+        lengths = [row.shape[0] for row in query.unbind()]
+        dense = query.to_padded_tensor(0.0)
+        ends = torch.tensor(lengths, device=dense.device)[:, None]
+        ignored = torch.arange(dense.shape[1], device=dense.device) >= ends
+        dense = dense if self.batch_first else dense.transpose(0, 1)
+        out, weights = self.forward(dense, dense, dense, ignored, need_weights, None, average, is_causal)
+        rows = out if self.batch_first else out.transpose(0, 1)
+        return torch.nested.as_nested_tensor([x[:n] for x, n in zip(rows, lengths, strict=True)]), weights
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if self.in_proj_weight is not None:
@@ -144,11 +168,17 @@ class MultiheadSchoenbAt(nn.MultiheadAttention):
         return key, value, key_mask
 
     def _weights(
-        self, query: Tensor, key: Tensor, key_mask: Tensor | None, causal: bool, average: bool
+        self,
+        query: Tensor,
+        key: Tensor,
+        query_mask: Tensor | None,
+        key_mask: Tensor | None,
+        causal: bool,
+        average: bool,
     ) -> Tensor:
         """The attention matrix is the attention of one-hot values."""
         attention = self.attention
-        query, key = attention._normalize(query, key, None, key_mask)
+        query, key = attention._normalize(query, key, query_mask, key_mask, track=False)
         one_hot = torch.eye(key.shape[-2], dtype=key.dtype, device=key.device).expand(*key.shape[:-1], -1)
         weights = rmfa(
             query,
@@ -172,6 +202,14 @@ def _key_mask(key_padding_mask: Tensor | None) -> Tensor | None:
     if not torch.compiler.is_compiling() and not bool((ignored | (key_padding_mask == 0)).all()):
         raise ValueError("a float key_padding_mask must hold 0 and -inf only: other biases need the weights")
     return ~ignored
+
+
+def _check_size(attn_mask: Tensor, maps: int, queries: int, keys: int) -> None:
+    expected = (queries, keys), (maps, queries, keys)
+    if tuple(attn_mask.shape) not in expected:
+        raise ValueError(
+            f"attn_mask must have shape {expected[0]} or {expected[1]}, got {tuple(attn_mask.shape)}"
+        )
 
 
 def _is_causal_mask(attn_mask: Tensor | None) -> bool:

@@ -63,17 +63,18 @@ class PreSBN(nn.Module):
             self.register_buffer("running_mean", torch.zeros(shape, device=device, dtype=dtype))
             self.register_buffer("running_variance", torch.ones(shape, device=device, dtype=dtype))
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None, *, track: bool = True) -> Tensor:
+        """Normalise the rows of x; with `track`, the running averages of ``"batch"`` follow in training."""
         with torch.autocast(x.device.type, enabled=False):
             rows = x.to(torch.promote_types(x.dtype, torch.float32))
             if self.mode == "token":
                 rows = rows - rows.mean(-1, keepdim=True)
             elif self.mode == "batch":
-                rows = self._standardize(rows, mask)
+                rows = self._standardize(rows, mask, track)
             square = rows.square().sum(-1, keepdim=True)
             return (rows * square.clamp(min=x.shape[-1] * self.eps).rsqrt()).to(x.dtype)
 
-    def _standardize(self, rows: Tensor, mask: Tensor | None) -> Tensor:
+    def _standardize(self, rows: Tensor, mask: Tensor | None, track: bool) -> Tensor:
         if rows.dim() != 4 or rows.shape[1] != self.running_mean.shape[0]:
             raise ValueError(
                 f"normalization='batch' keeps statistics for {self.running_mean.shape[0]} heads: expected "
@@ -81,23 +82,24 @@ class PreSBN(nn.Module):
             )
         mean, variance = self.running_mean.to(rows.dtype), self.running_variance.to(rows.dtype)
         if self.training:
-            mean, variance = self._batch_statistics(rows, mask, mean, variance)
+            if mask is not None:  # here, not in the statistics alone: a NaN would reach every row's gradient
+                rows = torch.where(mask[:, None, :, None], rows, 0.0)
+            mean, variance = self._batch_statistics(rows, mask, mean, variance, track)
         return (rows - mean) * (variance + self.eps).rsqrt()
 
     def _batch_statistics(
-        self, rows: Tensor, mask: Tensor | None, mean: Tensor, variance: Tensor
+        self, rows: Tensor, mask: Tensor | None, mean: Tensor, variance: Tensor, track: bool
     ) -> tuple[Tensor, Tensor]:
         """Masked mean and biased variance ``(H, 1, d)``; where no token takes part, the running averages."""
         if mask is None:
             weight = rows.new_ones(rows.shape[0], 1, rows.shape[2], 1)
         else:
             weight = mask.to(rows.dtype)[:, None, :, None]
-            rows = torch.where(mask[:, None, :, None], rows, 0.0)
         count = weight.sum()
         divisor = count.clamp(min=1)
         batch_mean = rows.sum((0, 2)).unsqueeze(1) / divisor
         batch_variance = ((rows - batch_mean).square() * weight).sum((0, 2)).unsqueeze(1) / divisor
-        momentum = torch.where(count > 0, self.momentum, 0.0)
+        momentum = torch.where(count > 0, self.momentum if track else 0.0, 0.0)
         with torch.no_grad():
             self.running_mean.lerp_(batch_mean.detach().to(self.running_mean.dtype), momentum.to(mean.dtype))
             self.running_variance.lerp_(

@@ -5,16 +5,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from schoenbat import MaclaurinFeatures
 from schoenbat.experiments import error
 from schoenbat.experiments.error import ErrorOptions
+from schoenbat.features import MaclaurinFeatures
+from schoenbat.functional import rmfa
 
-TINY = ErrorOptions(head_dims=(6, 8), num_features=(4, 12), num_tokens=20, repetitions=12)
+TINY = ErrorOptions(("exp", "sqrt"), head_dims=(6, 8), num_features=(4, 12), num_tokens=20, repetitions=12)
 
 
 def test_one_row_for_every_combination():
     rows = list(error.run(TINY))
-    assert len(rows) == TINY.total == 5 * 3 * 2 * 2
+    assert len(rows) == TINY.total == 2 * 3 * 2 * 2
     cells = {(row.kernel, row.construction, row.head_dim, row.num_features) for row in rows}
     assert len(cells) == len(rows)
     assert all(row.error > 0 and row.standard_error > 0 for row in rows)
@@ -31,17 +32,20 @@ def test_inputs_are_normalised_by_token():
 
 @pytest.mark.parametrize("kernel", ["exp", "inv"])
 def test_both_errors_are_what_they_say(kernel):
-    options = ErrorOptions((kernel,), ("unbiased",), (6,), (12,), num_tokens=20, repetitions=1)
+    options = ErrorOptions((kernel,), ("unbiased",), (6,), (12,), num_tokens=20, repetitions=2)
     (row,) = error.run(options)
-    query, key, value = (x[0].double() for x in error._draw_inputs(options, 6))
+    query, key, value = (x.double() for x in error._draw_inputs(options, 6))
     scores = {"exp": torch.exp, "inv": lambda x: 1 / (1 - x)}[kernel](query @ key.mT / 6**0.5)
     exact = scores @ value / scores.sum(-1, keepdim=True)
-    features = MaclaurinFeatures(6, 12, kernel, construction="unbiased", num_heads=1, seed=0).double()
-    approximate_scores = features(query[None] * 6**-0.25) @ features(key[None] * 6**-0.25).mT
-    approximate = approximate_scores @ value / approximate_scores.sum(-1, keepdim=True)
-    difference = (approximate - exact).abs().mean().item()
-    assert row.error == pytest.approx(difference, rel=1e-3)
-    assert row.relative == pytest.approx(difference / (exact - value.mean(0)).abs().mean().item(), rel=1e-3)
+    approximate = []
+    for i in range(2):
+        features = MaclaurinFeatures(6, 12, kernel, construction="unbiased", num_heads=1, seed=i).double()
+        approximate += [rmfa(query[[i]], key[[i]], value[[i]], features, implementation="reference")]
+    first, second = ((torch.cat(approximate) - exact).abs().mean((1, 2))).tolist()
+    averaging = (exact - value.mean(1, keepdim=True)).abs().mean().item()
+    assert row.error == pytest.approx((first + second) / 2, rel=1e-3)
+    assert row.standard_error == pytest.approx(abs(first - second) / 2, rel=1e-3)
+    assert row.relative == pytest.approx((first + second) / 2 / averaging, rel=1e-3)
 
 
 def test_every_repetition_has_a_map_of_its_own():
@@ -65,6 +69,11 @@ def test_more_features_and_better_constructions_have_less_error():
     assert relative["exact-low", 50] < relative["exact-low", 10]
     assert relative["paper", 50] < relative["paper", 10]
     assert relative["exact-low", 50] < relative["unbiased", 50] < relative["paper", 50]
+
+
+def test_one_repetition_has_no_standard_error():
+    with pytest.raises(ValueError, match="at least 2 repetitions, got 1"):
+        ErrorOptions(repetitions=1)
 
 
 def test_an_unknown_kernel_is_refused_before_anything_runs():

@@ -9,13 +9,13 @@ from schoenbat.experiments import speed
 from schoenbat.experiments.speed import BACKWARD, FORWARD, SpeedOptions, SpeedRow, crossover, speedup
 
 TINY = SpeedOptions(
-    kernels=("exp", "inv"), lengths=(8, 16), num_features=(2, 6), head_dim=4, num_heads=2, seconds=0.0
+    kernels=("exp", "inv"), lengths=(8, 16), num_features=(4,), head_dim=4, num_heads=2, seconds=0.0
 )
 
 
 def test_one_row_for_every_combination():
     rows = list(speed.run(TINY))
-    assert len(rows) == TINY.total == 2 * 2 * (1 + 2 * (1 + 2))
+    assert len(rows) == TINY.total == 2 * 2 * (1 + 2 * (1 + 1))
     cells = {(row.method, row.kernel, row.length, row.num_features, row.direction) for row in rows}
     assert len(cells) == len(rows)
     for row in rows:
@@ -26,7 +26,7 @@ def test_one_row_for_every_combination():
 
 
 def test_rivals_over_budget_are_left_out_from_there_on_and_never_guessed():
-    rows = list(speed.run(replace(TINY, lengths=(8, 16, 32), budget=0.0)))
+    rows = list(speed.run(replace(TINY, kernels=("exp",), lengths=(8, 16, 32), budget=0.0)))
     for row in rows:
         measured = row.method == "rmfa" or row.length == 8
         assert (row.median is not None) == measured
@@ -35,7 +35,7 @@ def test_rivals_over_budget_are_left_out_from_there_on_and_never_guessed():
 
 def test_exact_attention_that_would_not_fit_is_left_out(monkeypatch):
     monkeypatch.setattr(speed, "available_memory", lambda device: 6 * 2 * 10 * 10 * 4)
-    rows = list(speed.run(TINY))
+    rows = list(speed.run(replace(TINY, kernels=("inv",))))
     left_out = {(row.method, row.length) for row in rows if row.median is None}
     assert left_out == {("exact", 16)}
 

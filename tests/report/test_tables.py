@@ -22,7 +22,7 @@ def test_tables_fit_100_columns(errors, speeds, trained):
 def test_error_tables(errors):
     texts = [printed(table) for table in tables.error_tables(errors)]
     assert ["paper" in texts[0], "exact-low" in texts[1]] == [True, True]
-    assert texts[0].count("0.00062 (0.012)") == 10
+    assert texts[0].count("0.00062 (0.012)") == 4
 
 
 def test_speed_tables_show_ratios_and_leave_out_what_was_not_measured(speeds):

@@ -36,6 +36,8 @@ class ErrorOptions:
     def __post_init__(self) -> None:
         for kernel in self.kernels:
             get_kernel(kernel)
+        if self.repetitions < 2:
+            raise ValueError(f"a standard error needs at least 2 repetitions, got {self.repetitions}")
 
     @classmethod
     def quick(cls, **options: Any) -> "ErrorOptions":

@@ -20,13 +20,14 @@ def attend(
     value: Tensor,
     mask: Tensor | None,
     kernel: DotProductKernel,
-    scale: Tensor,  # (H, G, 1, 1)
+    scale: float | Tensor,  # a float, or (H, G, 1, 1)
     *,
     is_causal: bool,
 ) -> Tensor:
     """``Σ_j f(s·⟨q, k_j⟩) v_j / Σ_j f(s·⟨q, k_j⟩)``; a row without keys gives zeros."""
     dtype = torch.promote_types(query.dtype, torch.float32)
-    query = query * scale.to(dtype)
+    if isinstance(scale, Tensor):
+        query, scale = query * scale.to(dtype), 1.0
     # Keys that take no part must not reach a product: 0 · NaN is NaN.
     if mask is not None:
         key, value = torch.where(mask, key, 0.0), torch.where(mask, value, 0.0)
@@ -36,11 +37,11 @@ def attend(
         has_keys = visible.any(-1, keepdim=True)
         visible = visible | ~has_keys  # a softmax over nothing has NaN gradients
     if kernel.name in ("exp", "trigh"):
-        out = _softmax(query.to(key.dtype), key, value, visible)
+        out = _softmax(query.to(key.dtype), key, value, visible, scale)
     elif query.is_cuda and dtype != torch.float64:
-        out = _flex(query.to(key.dtype), key, value, visible, kernel)
+        out = _flex(query.to(key.dtype), key, value, visible, kernel, scale)
     else:
-        out = _dense(query, key.to(dtype), value.to(dtype), visible, kernel)
+        out = _dense(query.to(dtype) * scale, key.to(dtype), value.to(dtype), visible, kernel)
     out = out.to(value.dtype)
     return out if has_keys is None else torch.where(has_keys, out, 0.0)
 
@@ -57,11 +58,11 @@ def _visible(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool) -
     return visible
 
 
-def _softmax(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None) -> Tensor:
+def _softmax(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scale: float) -> Tensor:
     groups = query.shape[2]
     q, k, v = (x.flatten(1, 2) for x in (query, key, value))
     out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=None if visible is None else visible[:, 0], scale=1.0, enable_gqa=groups > 1
+        q, k, v, attn_mask=None if visible is None else visible[:, 0], scale=scale, enable_gqa=groups > 1
     )
     return out.unflatten(1, (-1, groups))
 
@@ -93,7 +94,7 @@ def _refuse_outside_radius(logits: Tensor, kernel: DotProductKernel) -> None:
 
 
 def _flex(
-    query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, kernel: DotProductKernel
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, kernel: DotProductKernel, scale: float
 ) -> Tensor:
     """FlexAttention with ``score_mod = log f``: no n × n matrix of scores is kept."""
     groups = query.shape[2]
@@ -103,7 +104,7 @@ def _flex(
     else:
         shape = query.shape[0], 1, 1, query.shape[-2], key.shape[-2]
         score_mod = _masked(_log_kernel(kernel), visible.expand(shape)[:, 0, 0])
-    out = _compiled_flex()(*flat, score_mod=score_mod, scale=1.0, enable_gqa=groups > 1)
+    out = _compiled_flex()(*flat, score_mod=score_mod, scale=scale, enable_gqa=groups > 1)
     return out.unflatten(1, (-1, groups))
 
 

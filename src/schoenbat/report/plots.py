@@ -65,6 +65,8 @@ def length_plot(rows: Sequence[SpeedRow]) -> str:
     figure, panels = _panels(len(quantities), len(PASSES), sharey="row")
     for line, (quantity, name) in zip(panels, quantities.items(), strict=True):
         for axes, direction in zip(line, PASSES, strict=True):
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
             for method in dict.fromkeys(row.method for row in rows):
                 points = [
                     (row.length, getattr(row, quantity))
@@ -73,8 +75,7 @@ def length_plot(rows: Sequence[SpeedRow]) -> str:
                 ]
                 factor = 2**-20 if quantity == "memory" else 1.0
                 _curve(axes, [(x, y and y * factor) for x, y in points], LABELS[method])
-            axes.set(title=direction, yscale="log")
-            axes.set_xscale("log", base=2)
+            axes.set(title=direction)
         line[0].set_ylabel(name)
     _name_axes(panels, "tokens n")
     return _finish(figure, panels)

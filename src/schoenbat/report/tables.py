@@ -85,7 +85,7 @@ def demo_summary(
             )
     measured = [row for row in speeds if row.method == "rmfa" and speedup(speeds, row, "sdpa")]
     for row in measured[-2:]:
-        ratio = _number(speedup(speeds, row, "sdpa"), "{:.3g}")
+        ratio = _number(speedup(speeds, row, "sdpa"))
         yield f"{row.direction} at n = {row.length:,}: RMFA is {ratio} times as fast as SDPA"
     yield from crossover_lines(speeds)
     accuracies = ", ".join(f"{row.attention} {row.accuracy:.1%}" for row in trained)
@@ -103,21 +103,23 @@ def _speed_cells(rows: Sequence[SpeedRow], forward: SpeedRow, rivals: Sequence[s
     yield f"{forward.length:,}"
     yield str(forward.num_features)
     for row in (forward, both):
-        yield _number(row.median, "{:.3g}", 1e3)
+        yield _number(row.median, 1e3)
         for rival in rivals:
-            yield _number(speedup(rows, row, rival), "{:.3g} ×")
-    yield _number(both.memory, "{:,.0f}", 2**-20)
-    for name in rivals:
-        rival_row = find_rival(rows, both, name)
-        yield _number(rival_row.memory if rival_row else None, "{:,.0f}", 2**-20)
+            yield _number(speedup(rows, row, rival), unit=" ×")
+    for measured in (both, *(find_rival(rows, both, name) for name in rivals)):
+        yield _number(measured.memory if measured else None, 2**-20)
 
 
-def _number(value: float | None, form: str, factor: float = 1.0) -> str:
-    return NOT_MEASURED if value is None else form.format(value * factor)
+def _number(value: float | None, factor: float = 1.0, unit: str = "") -> str:
+    """Three digits, or all before the point."""
+    if value is None:
+        return NOT_MEASURED
+    scaled = value * factor
+    return (f"{scaled:,.0f}" if scaled >= 100 else f"{scaled:.3g}") + unit
 
 
 def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column in columns:
         table.add_column(column)
     return table

@@ -1,0 +1,111 @@
+"""Exact kernelized attention against SDPA and against the formula written out."""
+
+import pytest
+import torch
+from oracle import assert_as_good_as_reference, gradients, rows
+from torch.nn import functional as F
+
+import schoenbat
+from schoenbat import kernelized_attention
+
+KERNELS = ("exp", "inv", "logi", "trigh", "sqrt")
+
+
+def written_out(query, key, value, kernel, scale, visible):
+    """Row by row, in float64."""
+    out = torch.zeros(*query.shape[:-1], value.shape[-1], dtype=torch.float64)
+    for b, h, i in torch.cartesian_prod(*(torch.arange(n) for n in query.shape[:3])).tolist():
+        keys = visible[b, i]
+        if keys.any():
+            weights = schoenbat.kernel(kernel)(scale * (key[b, h, keys] @ query[b, h, i]))
+            out[b, h, i] = weights @ value[b, h, keys] / weights.sum()
+    return out
+
+
+def visible_keys(queries, keys, mask, is_causal):
+    visible = torch.ones(queries, keys, dtype=torch.bool)
+    if is_causal:
+        visible = torch.arange(keys)[None] <= torch.arange(queries)[:, None] + keys - queries
+    return visible.expand(2, queries, keys) if mask is None else visible & mask[:, None]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("lengths", [(5, 5), (3, 6), (6, 3), (2, 0)])
+@pytest.mark.parametrize("masked", [False, True])
+def test_equals_the_formula(kernel, is_causal, lengths, masked):
+    queries, keys = lengths
+    query, key, value = (
+        rows(2, 2, queries, 4, seed=1),
+        rows(2, 2, keys, 4, seed=2),
+        rows(2, 2, keys, 3, seed=3),
+    )
+    mask = torch.arange(keys).expand(2, keys) >= torch.tensor([[1], [keys]]) if masked else None
+    got = kernelized_attention(query, key, value, kernel, key_mask=mask, is_causal=is_causal, scale=0.8)
+    visible = visible_keys(queries, keys, mask, is_causal)
+    torch.testing.assert_close(got, written_out(query, key, value, kernel, 0.8, visible))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_exp_is_scaled_dot_product_attention(dtype):
+    query, key, value = (10 * rows(2, 4, 30, 8, seed=i, dtype=dtype) for i in range(3))
+    exact = F.scaled_dot_product_attention(query.double(), key.double(), value.double())
+    got = kernelized_attention(query, key, value)
+    assert got.dtype == dtype
+    assert_as_good_as_reference(got, F.scaled_dot_product_attention(query, key, value), exact)
+
+
+def test_large_logits_do_not_overflow():
+    query, key, value = (100 * rows(1, 1, 20, 8, seed=i, dtype=torch.float32) for i in range(3))
+    assert kernelized_attention(query, key, value, scale=1.0).isfinite().all()
+
+
+@pytest.mark.parametrize("kernel", ["exp", "inv"])
+def test_grouped_heads_equal_repeated_heads(kernel):
+    query, key, value = rows(2, 6, 5, 4, seed=1), rows(2, 2, 7, 4, seed=2), rows(2, 2, 7, 3, seed=3)
+    got = kernelized_attention(query, key, value, kernel, enable_gqa=True)
+    repeated = (x.repeat_interleave(3, dim=1) for x in (key, value))
+    torch.testing.assert_close(got, kernelized_attention(query, *repeated, kernel))
+
+
+@pytest.mark.parametrize("kernel", ["exp", "inv"])
+def test_row_without_keys_gives_zeros_and_finite_gradients(kernel):
+    tensors = [rows(2, 2, 4, 4, seed=i).requires_grad_() for i in range(3)]
+    mask = torch.tensor([[True] * 4, [False] * 4])
+    out, grads = gradients(lambda: kernelized_attention(*tensors, kernel, key_mask=mask), tensors)
+    assert (out[1] == 0).all()
+    assert all(g.isfinite().all() and (g[1] == 0).all() for g in grads)
+
+
+@pytest.mark.parametrize("kernel", ["inv", "logi", "sqrt"])
+def test_logits_beyond_the_radius_raise(kernel):
+    x = rows(1, 1, 4, 4)
+    with pytest.raises(ValueError, match=r"radius 1 .*scale"):
+        kernelized_attention(x, x, x, kernel, scale=1.5)
+    masked = torch.zeros(1, 4, dtype=torch.bool)
+    assert (kernelized_attention(x, x, x, kernel, scale=1.5, key_mask=masked) == 0).all()
+
+
+def test_scale_per_head():
+    query, key, value = (rows(2, 3, 5, 4, seed=i) for i in range(3))
+    scale = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
+    got = kernelized_attention(query, key, value, "inv", scale=scale)
+    for head, s in enumerate(scale.tolist()):
+        one = kernelized_attention(*(x[:, head : head + 1] for x in (query, key, value)), "inv", scale=s)
+        torch.testing.assert_close(got[:, head : head + 1], one)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_flex_attention_on_a_gpu(kernel, is_causal, masked):
+    tensors = [rows(2, 4, 130, 64, seed=i, dtype=torch.float32).cuda().requires_grad_() for i in range(3)]
+    mask = (torch.arange(130) < torch.tensor([[100], [130]])).cuda() if masked else None
+    call = {"key_mask": mask, "is_causal": is_causal, "scale": 0.8}
+    got, grads = gradients(lambda: kernelized_attention(*tensors, kernel, **call), tensors)
+    double = [x.detach().double().requires_grad_() for x in tensors]
+    expected, expected_grads = gradients(lambda: kernelized_attention(*double, kernel, **call), double)
+    torch.testing.assert_close(got.double(), expected, rtol=2e-3, atol=2e-3)
+    for a, b in zip(grads, expected_grads, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=5e-3, atol=5e-3)
