@@ -28,6 +28,8 @@ app = typer.Typer(
     help="Attention in linear time: what it costs in accuracy and what it saves, measured on this machine.",
 )
 console = Console()
+if not console.is_terminal:
+    console.width = 100
 Row = TypeVar("Row")
 
 Quick = Annotated[bool, typer.Option("--quick", help="A corner of the experiment that takes seconds.")]

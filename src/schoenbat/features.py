@@ -132,7 +132,8 @@ class MaclaurinFeatures(nn.Module):
 
     def _replace(self, name: str, tensor: Tensor) -> None:
         old = getattr(self, name)
-        tensor = tensor.to(device=old.device, dtype=old.dtype)
+        # Contiguous, as a loaded map is: other strides would be rounded differently.
+        tensor = tensor.to(device=old.device, dtype=old.dtype).contiguous()
         if isinstance(old, nn.Parameter):
             old.data = tensor  # the same Parameter: an optimizer that holds it keeps it
         else:

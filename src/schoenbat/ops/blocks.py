@@ -11,6 +11,7 @@ the monomials of all blocks.
 
 import math
 from collections.abc import Sequence
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -46,9 +47,12 @@ class Blocks(NamedTuple):
 
     @property
     def sizes(self) -> list[int]:
-        """How many monomials each block has; blocks that the map does not have are left out."""
+        """How many monomials each block has; blocks that the map does not have are left out.
+
+        A map of constants alone has one block without monomials.
+        """
         linear = self.linear.shape[-2] if self.identity else self.linear.shape[-1]
-        return [size for size in (linear, self.num_pairs, len(self.degrees)) if size]
+        return [size for size in (linear, self.num_pairs, len(self.degrees)) if size] or [0]
 
 
 class FeatureMap(NamedTuple):
@@ -82,7 +86,7 @@ def monomials(x: Tensor, blocks: Blocks) -> Monomials:
     if blocks.degrees:
         factors = _project(x, blocks.tail).split(level_sizes(blocks.degrees), dim=-2)
         parts.append(_suffix_products(factors)[0])
-    return tuple(parts)
+    return tuple(parts) or (x.mT[..., :0, :],)
 
 
 def weigh(phi: Monomials, weight: Tensor) -> Monomials:
@@ -93,20 +97,23 @@ def weigh(phi: Monomials, weight: Tensor) -> Monomials:
 
 def sum_over_rows(phi: Monomials, rows: Tensor) -> Tensor:
     """``Σ_i φ(x_i) rows_iᵀ``: ``(B, H, G, n, m) -> (B, H, G, F, m)``."""
-    if not phi:
-        return rows.new_zeros(*rows.shape[:-2], 0, rows.shape[-1])
-    return torch.cat([part @ rows for part in phi], dim=-2)
+    return torch.cat([product(part, rows) for part in phi], dim=-2)
 
 
-def apply_to_rows(phi: Monomials, sums: Tensor) -> Tensor | float:
-    """``φ(x_i)ᵀ sums`` for each row: ``(B, H, 1, F, m) -> (B, H, G, n, m)``; zero where φ is empty."""
+def apply_to_rows(phi: Monomials, sums: Tensor) -> Tensor:
+    """``φ(x_i)ᵀ sums`` for each row: ``(B, H, 1, F, m) -> (B, H, G, n, m)``."""
     blocks = sums.split([part.shape[-2] for part in phi], dim=-2)
-    return sum((part.mT @ block for part, block in zip(phi, blocks, strict=True)), 0.0)
+    return reduce(torch.add, (product(part.mT, block) for part, block in zip(phi, blocks, strict=True)))
 
 
-def inner(phi: Monomials, other: Monomials) -> Tensor | float:
+def total_over_rows(phi: Monomials) -> Tensor:
+    """``Σ_i φ(x_i)``, ``(B, H, G, F, 1)``."""
+    return torch.cat([part.sum(-1, keepdim=True) for part in phi], dim=-2)
+
+
+def inner(phi: Monomials, other: Monomials) -> Tensor:
     """``φ(x_i)·φ(y_j)`` for all pairs of rows, ``(B, H, G, n, n')``."""
-    return sum((a.mT @ b for a, b in zip(phi, other, strict=True)), 0.0)
+    return reduce(torch.add, (a.mT @ b for a, b in zip(phi, other, strict=True)))
 
 
 def from_rows(blocks: Blocks, sums: Tensor, rows: Tensor) -> Monomials:
@@ -127,15 +134,14 @@ def add_outer(phi: Monomials, sums: Tensor, row: Tensor) -> Monomials:
     return tuple(torch.addcmul(a, b, row.mT) for a, b in zip(phi, parts, strict=True))
 
 
-def dot(phi: Monomials, other: Monomials) -> Tensor | float:
+def dot(phi: Monomials, other: Monomials) -> Tensor:
     """``Σ_f φ_f(x_i) ψ_f(x_i)`` for each row, ``(B, H, G, n, 1)``."""
-    return sum(((a * b).sum(-2)[..., None] for a, b in zip(phi, other, strict=True)), 0.0)
+    return reduce(torch.add, ((a * b).sum(-2)[..., None] for a, b in zip(phi, other, strict=True)))
 
 
 def dot_rows(phi: Monomials, other: Monomials) -> Tensor:
     """``Σ_i φ_f(x_i) ψ_f(x_i)`` for each head and monomial, over batch, group and rows: ``(H, F)``."""
-    parts = [(a * b).sum((0, 2, 4)) for a, b in zip(phi, other, strict=True)]
-    return torch.cat([*parts], dim=-1) if parts else torch.zeros(1, 0)
+    return torch.cat([(a * b).sum((0, 2, 4)) for a, b in zip(phi, other, strict=True)], dim=-1)
 
 
 class MapGradients:
@@ -171,6 +177,11 @@ class MapGradients:
         if self.wanted:
             total += sum_over_heads(weight, (x.mT @ grad.mT).sum((0, 2)))
         return grad.mT @ weight.mT[:, None]
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b``; with a single column as the transposed product, several times faster on the CPU."""
+    return (b.mT @ a.mT).mT if b.shape[-1] == 1 else a @ b
 
 
 def sum_over_heads(parameter: Tensor, per_head: Tensor) -> Tensor:

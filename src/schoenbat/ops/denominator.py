@@ -24,7 +24,7 @@ class Denominator(NamedTuple):
     falling: Tensor  # bool: the floor depends on m
 
 
-def guard(features: Tensor | float, mean_logit: Tensor, count: Tensor, coefficients: Tensor) -> Denominator:
+def guard(features: Tensor, mean_logit: Tensor, count: Tensor, coefficients: Tensor) -> Denominator:
     """The floored denominator, given what the features give, m and the count.
 
     `coefficients` is ``(M, 3)``: the constant's weight in the map, a₀, a₁ / a₀.

@@ -23,7 +23,9 @@ from schoenbat.ops.blocks import (
     dot,
     from_rows,
     monomials,
+    product,
     sum_over_rows,
+    total_over_rows,
 )
 from schoenbat.ops.denominator import guard, guard_backward
 
@@ -44,7 +46,7 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 def spans(x: Tensor) -> Iterator[slice]:
     """Cut the sequence of x ``(B, H, G, n, d)`` so that a chunk stays in the cache."""
-    budget = 2**17 if x.device.type == "cpu" else 2**25
+    budget = 2**18 if x.device.type == "cpu" else 2**25
     heads = max(1, x.shape[0] * x.shape[1] * x.shape[2])
     length = max(64, budget // (heads * x.shape[-1]) // 64 * 64)
     return (slice(start, start + length) for start in range(0, max(x.shape[-2], 1), length))
@@ -79,7 +81,7 @@ def summarize(key: Tensor, value: Tensor, mask: Tensor | None, blocks: Blocks, k
         x, centred = _key_chunk(key, value, mask, span, value_mean, key_scale)
         phi = monomials(x, blocks)
         feature_value.append(sum_over_rows(phi, centred))
-        feature_sum.append(sum_over_rows(phi, torch.ones_like(x[..., :1])))
+        feature_sum.append(total_over_rows(phi))
         key_sum.append(x.sum(-2, keepdim=True))
     sums = (torch.stack(parts).sum(0) for parts in (feature_value, feature_sum, key_sum))
     feature_value_sum, feature_total, key_total = sums
@@ -134,9 +136,9 @@ def read(
         x = query[..., span, :] * query_scale
         phi = monomials(x, blocks)
         denominator = apply_to_rows(phi, summary.feature_sum)
-        guarded = guard(denominator, x @ summary.key_mean.mT, count, coefficients)
-        out = summary.value_mean + apply_to_rows(phi, summary.feature_value) / guarded.floored
-        rows.append(out.to(query.dtype))
+        guarded = guard(denominator, product(x, summary.key_mean.mT), count, coefficients)
+        numerator = apply_to_rows(phi, summary.feature_value)
+        rows.append(torch.addcdiv(summary.value_mean, numerator, guarded.floored).to(query.dtype))
     return torch.cat(rows, dim=-2)
 
 
@@ -158,7 +160,7 @@ def read_backward(
         raw, grad = query[..., span, :].to(count.dtype), grad_out[..., span, :].to(count.dtype)
         x = raw * query_scale
         phi = monomials(x, blocks)
-        mean_logit = x @ summary.key_mean.mT
+        mean_logit = product(x, summary.key_mean.mT)
         guarded = guard(apply_to_rows(phi, summary.feature_sum), mean_logit, count, coefficients)
 
         grad_numerator = grad / guarded.floored

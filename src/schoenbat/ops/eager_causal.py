@@ -27,6 +27,7 @@ from schoenbat.ops.blocks import (
     monomials,
     sum_over_heads,
     sum_over_rows,
+    total_over_rows,
     weigh,
 )
 from schoenbat.ops.denominator import Denominator, guard, guard_backward
@@ -243,7 +244,7 @@ def _output(found: Rows, seen: Tensor) -> Tensor:
 def _advance(chunk: Chunk, sums: Sums) -> Sums:
     return Sums(
         sums.feature_value + sum_over_rows(chunk.phi_key, chunk.value),
-        sums.feature_sum + sum_over_rows(chunk.phi_key, torch.ones_like(chunk.value[..., :1])),
+        sums.feature_sum + total_over_rows(chunk.phi_key),
         sums.key_sum + chunk.key.sum(-2, keepdim=True),
         sums.value_sum + chunk.value.sum(-2, keepdim=True),
     )

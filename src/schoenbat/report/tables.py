@@ -35,13 +35,13 @@ def speed_tables(rows: Sequence[SpeedRow]) -> Iterator[Table]:
     rivals = [name for name in ("sdpa", "exact") if any(row.method == name for row in rows)]
     ours = [row for row in rows if row.method == "rmfa"]
     for kernel in dict.fromkeys(row.kernel for row in ours):
-        table = _table(f"RMFA with {kernel}: time, and how many times faster than its rivals", "n", "D")
+        table = _table(f"RMFA with {kernel}: time, speed-up, peak memory of fwd+bwd", "n", "D")
         for direction in ("fwd", "fwd+bwd"):
             table.add_column(f"{direction}\nRMFA ms", justify="right")
             for rival in rivals:
                 table.add_column(f"\nvs {rival}", justify="right")
-        for name in ("rmfa", *rivals):
-            table.add_column(f"fwd+bwd\n{name} MiB", justify="right")
+        for heading in ("MiB\nRMFA", *(f"\n{rival}" for rival in rivals)):
+            table.add_column(heading, justify="right")
         for forward in ours:
             if forward.kernel == kernel and forward.direction == FORWARD:
                 table.add_row(*_speed_cells(rows, forward, rivals))
@@ -105,7 +105,7 @@ def _speed_cells(rows: Sequence[SpeedRow], forward: SpeedRow, rivals: Sequence[s
     for row in (forward, both):
         yield _number(row.median, 1e3)
         for rival in rivals:
-            yield _number(speedup(rows, row, rival), unit=" ×")
+            yield _number(speedup(rows, row, rival), unit="×")
     for measured in (both, *(find_rival(rows, both, name) for name in rivals)):
         yield _number(measured.memory if measured else None, 2**-20)
 
