@@ -274,13 +274,13 @@ def test_the_unbiased_map_is_unbiased(name, num_features):
 
 def test_each_degree_of_the_unbiased_map_is_unbiased():
     """Statistical: at scale 2 each of the degrees 1 to 4 has features of its own, whose mean over 40 · 64
-    maps is its term of the series within 4.5 standard errors; the standard error is below a tenth of it."""
+    maps is its term of the series within 4.5 standard errors; the standard error is below a fifth of it."""
     x, y = unit_pairs(8, 1.0, 0.8)
     logits = 2 * (x * y).sum(-1)
     samples = sampled_blocks("exp", "unbiased", 8, 24, 64, 40, x, y, scale=2.0)
     for degree in range(1, 5):
         expected = logits**degree / math.factorial(degree)
-        assert (samples[..., degree].std(0) / math.sqrt(40) < 0.1 * expected).all()
+        assert (samples[..., degree].std(0) / math.sqrt(40) < 0.2 * expected).all()
         assert_mean(samples[..., degree], expected)
 
 
@@ -476,18 +476,17 @@ def test_resampling_keeps_the_parameters_and_sets_the_gains_back():
 def test_a_saved_map_gives_the_same_outputs_after_loading_into_any_other(options, assign):
     features = trained(MaclaurinFeatures(8, 30, scale=0.9, seed=0, **options))
     x = torch.randn(2, 3, 5, 8)
-    sizes = set()
-    for seed in range(1, 5):
-        other = MaclaurinFeatures(8, 30, scale=0.9, seed=seed, **options)
-        sizes.add(other.tail.shape)
+    others = [MaclaurinFeatures(8, 30, scale=0.9, seed=1, **options)]
+    if options["construction"] != "exact-low":  # whose degrees, and so the sizes, do not depend on the seed
+        more = (MaclaurinFeatures(8, 30, scale=0.9, seed=seed, **options) for seed in range(2, 200))
+        others.append(next(other for other in more if other.tail.shape != features.tail.shape))
+    for other in others:
         other.load_state_dict(saved_and_loaded(features), assign=assign)
         assert torch.equal(other(x), features(x))
         assert torch.equal(rmfa(x, x, x, other), rmfa(x, x, x, features))
         assert other.degrees == features.degrees
         assert state_equal(other, features)
         assert [p.requires_grad for p in other.parameters()] == [True] * len(list(features.parameters()))
-    if options["construction"] != "exact-low":
-        assert len(sizes) > 1, "maps of other sizes were among them"
 
 
 def test_loading_keeps_the_parameters_an_optimizer_holds():

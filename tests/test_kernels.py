@@ -421,7 +421,7 @@ def test_from_expression_says_where_its_coefficients_end() -> None:
 
 @given(st.text(alphabet="xyE0123456789.+-*/()[]{}'\"_,:= \n\0^@lambdexpsqrtimo", max_size=12))
 def test_no_text_gets_past_the_parser_but_as_a_formula(text: str) -> None:
-    from schoenbat.kernels import _parse
+    from schoenbat.expressions import _parse
 
     try:
         expression = _parse(text)

@@ -137,7 +137,7 @@ class SchoenbAt(nn.Module):
         if self.rho is None:
             return self.features.scale
         rho = _SCALE_SPEED * self.rho.to(torch.promote_types(self.rho.dtype, torch.float32))
-        if math.isinf(self.kernel.radius):
+        if self.kernel.radius == math.inf:
             return _FIRST_SCALE * rho.exp()
         share = math.log(_FIRST_SHARE_OF_RADIUS / (1 - _FIRST_SHARE_OF_RADIUS))
         return self.kernel.radius * torch.sigmoid(rho + share)
@@ -252,4 +252,4 @@ class SchoenbAt(nn.Module):
 
 
 def _first_scale(kernel: DotProductKernel) -> float:
-    return _FIRST_SCALE if math.isinf(kernel.radius) else _FIRST_SHARE_OF_RADIUS * kernel.radius
+    return _FIRST_SCALE if kernel.radius == math.inf else _FIRST_SHARE_OF_RADIUS * kernel.radius
