@@ -26,7 +26,7 @@ def tiny(monkeypatch):
     errors = {"head_dims": (6,), "num_features": (4, 8), "num_tokens": 10, "repetitions": 2}
     speeds = {"lengths": (8, 16), "num_features": (2, 4), "head_dim": 4, "num_heads": 1, "seconds": 0.0}
     training = demo.DemoOptions(num_training=32, num_validation=16, steps=2)
-    monkeypatch.setattr(error.ErrorOptions, "quick", partial(error.ErrorOptions, **errors))
+    monkeypatch.setattr(error.ErrorOptions, "quick", lambda **more: error.ErrorOptions(**more | errors))
     monkeypatch.setattr(speed.SpeedOptions, "quick", partial(speed.SpeedOptions, **speeds))
     monkeypatch.setattr(
         speed.SpeedOptions,
@@ -100,7 +100,7 @@ def test_demo_shows_everything_and_a_summary(invoke, tmp_path):
     files = {f"{part}.{ending}" for part in parts for ending in ("json", "svg")}
     assert {path.name for path in tmp_path.iterdir()} == files
     rows = json.loads((tmp_path / "demo-training.json").read_text())["rows"]
-    assert [row["attention"] for row in rows] == ["softmax", "schoenbat"]
+    assert [row["attention"] for row in rows] == ["softmax", "schoenbat", "mean"]
     assert rows[0]["result"]["history"][-1]["step"] == 2
 
 

@@ -277,7 +277,6 @@ def test_pre_gradients_in_float64(mode, masked, training):
     norm = make(mode, eps=1e-5).double()
     norm(inputs())
     norm.train(training)
-    mask = ragged_mask(2, 5) if masked else None
     mask = torch.tensor([[True, False, True, True, True], [True] * 5]) if masked else None
     x = inputs(2, 5).requires_grad_()
     call = (lambda x: chosen(norm(x, mask), mask)) if masked else norm

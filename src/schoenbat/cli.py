@@ -84,13 +84,16 @@ def speed(
 
 @app.command(epilog="Example: schoenbat demo --out results")
 def demo(seed: Seed = 0, out: Out = Path("out")) -> None:
-    """Error, speed, and a classifier trained with softmax and with SchoenbAt, in less than three minutes."""
+    """Error, speed, and a classifier trained with softmax and with SchoenbAt, in three minutes."""
     from schoenbat.experiments.demo import DemoOptions
     from schoenbat.experiments.error import ErrorOptions
     from schoenbat.experiments.speed import SpeedOptions
     from schoenbat.report.tables import demo_summary
 
-    errors, error_files = _measure_error(ErrorOptions.quick(kernels=("exp",), seed=seed), out / "demo-error")
+    error_options = ErrorOptions.quick(
+        kernels=("exp",), head_dims=(32, 64), num_features=(32, 64, 128), seed=seed
+    )
+    errors, error_files = _measure_error(error_options, out / "demo-error")
     speeds, speed_files = _measure_speed(SpeedOptions.long(longest=4096, seed=seed), out / "demo-speed")
     trained, training_files = _train(DemoOptions(seed=seed), out / "demo-training")
     console.rule("Summary")
@@ -132,9 +135,11 @@ def _train(options: "DemoOptions", path: Path) -> "tuple[list[DemoRow], list[Pat
     rows = []
     with _progress() as progress:
         tasks = [
-            progress.add_task(f"training with {name}", total=options.steps) for name in options.attentions
+            progress.add_task(f"training with {name}", start=False, total=options.steps)
+            for name in options.attentions
         ]
         for name, task in zip(options.attentions, tasks, strict=True):
+            progress.start_task(task)
             rows.append(train_one(name, split, options, partial(_advance, progress, task)))
     console.print(tables.demo_table(rows))
     return rows, _write(path, options, rows, plots.training_plot(rows))

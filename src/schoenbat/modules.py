@@ -160,8 +160,8 @@ class SchoenbAt(nn.Module):
             key: ``(B, H, n_k, d)``; fewer heads with `enable_gqa`.
             value: ``(B, H, n_k, d_v)``.
             key_mask: bool ``(B, n_k)``, **True = takes part**.
-            query_mask: bool ``(B, n_q)``, **True = takes part**: only the statistics of ``"batch"`` look at
-                it.
+            query_mask: bool ``(B, n_q)``, **True = takes part**: only ``"batch"`` looks at it, for its
+                statistics.
             is_causal: query i sees keys up to ``i + n_k − n_q``.
             enable_gqa: let several query heads share a key head.
 

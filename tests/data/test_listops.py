@@ -112,7 +112,7 @@ def test_trees_follow_the_published_rules(long_examples):
 
 def test_a_quarter_of_the_free_nodes_are_operators():
     blocks = [
-        listops._block(1, index, min_length=0, max_length=10**6, max_depth=10, max_args=10)
+        listops._block(1, index, min_length=0, max_length=10**6)
         for index in (0, 1)
     ]
     lengths = [len(expression) for block in blocks for expression, _ in block]
@@ -168,7 +168,7 @@ def test_no_examples():
 
 
 @pytest.mark.parametrize(
-    "options", [{"count": -1}, {"max_length": 501}, {"max_args": 1}, {"max_depth": 0}, {"workers": 0}]
+    "options", [{"count": -1}, {"max_length": 501}, {"workers": 0}]
 )
 def test_bad_options_are_named(options):
     with pytest.raises(ValueError, match=f"{next(iter(options))}={next(iter(options.values()))}"):

