@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Generator, Tensor
 
-# Degrees beyond which no series that fits a plan has weight left in float64.
+# Where series are cut off: no weight that counts is left here, unless a plan comes within 5 % of a radius.
 MAX_DEGREE = 300
 
 

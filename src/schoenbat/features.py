@@ -201,7 +201,7 @@ class MaclaurinFeatures(nn.Module):
         if self.gains is not None:
             low = nn.functional.pad(self.gains, (0, 1)).to(dtype)  # a map of constants alone has one gain
             zeroth, first = zeroth * low[:, 0].square(), first * low[:, 1].square()
-        slope = first / zeroth.clamp(min=torch.finfo(dtype).tiny)
+        slope = first / zeroth.clamp(min=1e-12)
         coefficients = torch.stack([weights[:, :constants].sum(-1), zeroth, slope], dim=-1)
         return FeatureMap(self._blocks(dtype), weights[:, constants:], coefficients, self.scale)
 

@@ -34,7 +34,8 @@ class SchoenbAt(nn.Module):
         kernel: a name or a `DotProductKernel`.
         construction: as in `MaclaurinFeatures`.
         value_dim: None for head_dim.
-        normalization: ``"token"``, ``"batch"``, ``"l2"`` or None, as in `PreSBN`.
+        normalization: ``"token"``, ``"batch"``, ``"l2"`` or None, as in `PreSBN`. With None you keep the rows
+            short yourself: the map is planned for unit rows.
         scale: ``"learned"``: one per head, ``4·exp(20ρ)``, or ``R·sigmoid(20ρ + logit 0.9)`` for a kernel of
             finite radius R, ρ starting at 0; a float; or None for ``1 / sqrt(head_dim)``, the paper's.
         post: apply post-SBN.
@@ -140,7 +141,8 @@ class SchoenbAt(nn.Module):
         if self.kernel.radius == math.inf:
             return _FIRST_SCALE * rho.exp()
         share = math.log(_FIRST_SHARE_OF_RADIUS / (1 - _FIRST_SHARE_OF_RADIUS))
-        return self.kernel.radius * torch.sigmoid(rho + share)
+        # In float32 a sigmoid reaches 1.
+        return self.kernel.radius * torch.sigmoid(rho + share).clamp(max=1 - 1e-6)
 
     def forward(
         self,

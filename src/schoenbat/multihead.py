@@ -19,6 +19,9 @@ class MultiheadSchoenbAt(nn.MultiheadAttention):
     on the attention's output, since weights are never formed; a dense `attn_mask` must be causal, for
     nothing else can be done in linear time.
 
+    `nn.TransformerEncoder(layer, n)` copies its layer, map and all: `schoenbat.reseed(model, seed)` gives
+    every layer a map of its own.
+
     Args:
         embed_dim: width of the model.
         num_heads: number of heads.

@@ -178,3 +178,13 @@ def test_forward_mode_is_not_silently_zero():
         out = torch.autograd.forward_ad.unpack_dual(rmfa(dual, key, value, features))
     assert out.tangent is not None
     assert out.tangent.abs().max() > 0
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_gains_of_zero_have_finite_gradients(is_causal):
+    features = make_map("exact-low", trainable=True)
+    with torch.no_grad():
+        features.gains[:, 0] = 0
+    out = rmfa(*batch(), features, is_causal=is_causal)
+    (grad,) = torch.autograd.grad(out.sum(), [features.gains])
+    assert grad.isfinite().all()

@@ -19,7 +19,7 @@ LOWEST_EXPONENT = -80.0
 
 class Denominator(NamedTuple):
     floored: Tensor
-    floor: Tensor
+    unit_floor: Tensor  # the floor at a₀ = 1
     below: Tensor  # bool: the floor is active
     falling: Tensor  # bool: the floor depends on m
 
@@ -31,13 +31,14 @@ def guard(features: Tensor, mean_logit: Tensor, count: Tensor, coefficients: Ten
     """
     constant, zeroth, slope = coefficients.view(-1, 1, 1, 1, 3).unbind(-1)
     exponent = slope * mean_logit
-    floor = count * zeroth * exponent.clamp(LOWEST_EXPONENT, 0.0).exp()
+    unit_floor = count * exponent.clamp(LOWEST_EXPONENT, 0.0).exp()
+    floor = zeroth * unit_floor
     total = constant * count + features
     # Not torch.maximum: one comparison decides value and gradient, and a NaN total stays visible.
     below = total < floor
     floored = torch.where(below, floor, total)
     falling = below & (exponent < 0) & (exponent > LOWEST_EXPONENT)
-    return Denominator(torch.where(count > 0, floored, 1.0), floor, below, falling)
+    return Denominator(torch.where(count > 0, floored, 1.0), unit_floor, below, falling)
 
 
 def guard_backward(
@@ -47,8 +48,8 @@ def guard_backward(
     _, zeroth, slope = coefficients.view(-1, 1, 1, 1, 3).unbind(-1)
     grad = torch.where(count > 0, grad, 0.0)
     to_total = torch.where(guarded.below, 0.0, grad)
-    to_floor = torch.where(guarded.below, grad * guarded.floor, 0.0)
-    to_exponent = torch.where(guarded.falling, to_floor, 0.0)
-    per_row = torch.cat([to_total * count, to_floor / zeroth, to_exponent * mean_logit], dim=-1)
+    to_zeroth = torch.where(guarded.below, grad * guarded.unit_floor, 0.0)
+    to_exponent = torch.where(guarded.falling, to_zeroth * zeroth, 0.0)
+    per_row = torch.cat([to_total * count, to_zeroth, to_exponent * mean_logit], dim=-1)
     to_coefficients = sum_over_heads(coefficients, per_row.sum((0, 2, 3)))
     return to_total, to_exponent * slope, to_coefficients
