@@ -38,7 +38,8 @@ class MaclaurinFeatures(nn.Module):
         num_heads: None for one map for all heads; else one map per head, for inputs ``(..., num_heads, n,
             d)``.
         scale: the logit scale the map is planned for (rows taken as unit rows). None: ``1 / sqrt(head_dim)``.
-        trainable: make the directions, and a gain for each degree, parameters. A gain enters by its square.
+        trainable: make the directions, and a gain for each degree, parameters. A gain enters by its square;
+            without the constant's the denominator has no floor.
         seed: None draws one from torch's global generator, once. The same seed gives the same map on any
             device.
         device: where the map lives.
