@@ -14,15 +14,6 @@ NAMES = ["exp", "inv", "logi", "trigh", "sqrt"]
 from_expression = DotProductKernel.from_expression
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """Thousands of small matrices: threads would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def make_plan(construction, kernel_, head_dim, num_features, scale=None, seed=0) -> Plan:
     generator = torch.Generator().manual_seed(seed)
     coefficients = kernel_.coefficients(MAX_DEGREE)

@@ -20,20 +20,6 @@ KERNELS = ["exp", "inv", "logi", "trigh", "sqrt"]
 from_expression = DotProductKernel.from_expression
 
 
-@pytest.fixture(autouse=True)
-def _seeded():
-    torch.manual_seed(0)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """Thousands of small matrices: threads would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def unit_pairs(head_dim: int, *cosines: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Unit rows x, y ``(pairs, d)`` with ⟨x, y⟩ as given, in directions that no coordinate prefers."""
     generator = torch.Generator().manual_seed(7)

@@ -17,20 +17,6 @@ HEADS, WIDTH, LENGTH, BATCH = 4, 8, 11, 2
 MODES = ["token", "batch", "l2", None]
 
 
-@pytest.fixture(autouse=True)
-def _seeded():
-    torch.manual_seed(0)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """Small tensors: threads would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def make(**options) -> SchoenbAt:
     """In float64, with parameters that are not where they started; a small scale for rows of any norm."""
     options = {"num_features": 40, "seed": 0, "dtype": torch.float64, **options}

@@ -18,20 +18,6 @@ WIDTH, HEADS, LENGTH, BATCH = 16, 4, 7, 3
 causal_mask = nn.Transformer.generate_square_subsequent_mask
 
 
-@pytest.fixture(autouse=True)
-def _seeded():
-    torch.manual_seed(0)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """Small tensors: threads would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def make(**options) -> MultiheadSchoenbAt:
     """In float64, with biases and ppSBN that are not where they started."""
     options = {"batch_first": True, "num_features": 32, "seed": 0, "dtype": torch.float64, **options}

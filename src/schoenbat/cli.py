@@ -84,7 +84,7 @@ def speed(
 
 @app.command(epilog="Example: schoenbat demo --out results")
 def demo(seed: Seed = 0, out: Out = Path("out")) -> None:
-    """Error, speed, and a classifier trained with softmax and with SchoenbAt, in three minutes."""
+    """Error, speed, and a classifier trained with softmax and with SchoenbAt: two to three minutes."""
     from schoenbat.experiments.demo import DemoOptions
     from schoenbat.experiments.error import ErrorOptions
     from schoenbat.experiments.speed import SpeedOptions

@@ -11,6 +11,7 @@ from schoenbat.constructions import CONSTRUCTIONS, MAX_DEGREE, draw
 from schoenbat.kernels import DotProductKernel
 from schoenbat.kernels import kernel as get_kernel
 from schoenbat.ops.blocks import Blocks, FeatureMap, monomials, weigh
+from schoenbat.precision import refuse_half
 
 _MAPS = ("linear", "quadratic", "tail")
 
@@ -229,14 +230,7 @@ class MaclaurinFeatures(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "MaclaurinFeatures":
         """Follow every move, but refuse a cast to half precision: a map rounded once is another map."""
-
-        def move(tensor: Tensor) -> Tensor:
-            moved = fn(tensor)
-            if moved.is_floating_point() and moved.dtype.itemsize < 4:
-                return tensor.to(device=moved.device)
-            return moved
-
-        return super()._apply(move, recurse)
+        return super()._apply(refuse_half(fn), recurse)
 
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, *rest: Any, **named: Any

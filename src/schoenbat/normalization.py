@@ -5,6 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from schoenbat.precision import refuse_half
+
 NORMALIZATIONS = ("token", "batch", "l2", None)
 
 
@@ -110,13 +112,7 @@ class PreSBN(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "PreSBN":
         """Running averages stay in float32: in half precision an average with momentum 0.1 stands still."""
-
-        def move(tensor: Tensor) -> Tensor:
-            moved = fn(tensor)
-            half = moved.is_floating_point() and moved.dtype.itemsize < 4
-            return tensor.to(device=moved.device) if half else moved
-
-        return super()._apply(move, recurse)
+        return super()._apply(refuse_half(fn), recurse)
 
     def extra_repr(self) -> str:
         return f"{self.mode!r}, eps={self.eps:g}"

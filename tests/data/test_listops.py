@@ -111,10 +111,7 @@ def test_trees_follow_the_published_rules(long_examples):
 
 
 def test_a_quarter_of_the_free_nodes_are_operators():
-    blocks = [
-        listops._block(1, index, min_length=0, max_length=10**6)
-        for index in (0, 1)
-    ]
+    blocks = [listops._block(1, index, min_length=0, max_length=10**6) for index in (0, 1)]
     lengths = [len(expression) for block in blocks for expression, _ in block]
     assert len(lengths) == 2 * listops.TREES_PER_BLOCK
     # The root is such a node, and only a digit has length 1; three standard deviations are 0.029.
@@ -167,9 +164,7 @@ def test_no_examples():
     assert len(lengths) == len(labels) == 0
 
 
-@pytest.mark.parametrize(
-    "options", [{"count": -1}, {"max_length": 501}, {"workers": 0}]
-)
+@pytest.mark.parametrize("options", [{"count": -1}, {"max_length": 501}, {"workers": 0}])
 def test_bad_options_are_named(options):
     with pytest.raises(ValueError, match=f"{next(iter(options))}={next(iter(options.values()))}"):
         listops.generate(**{"count": 1, "seed": 0} | options)

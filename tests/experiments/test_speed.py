@@ -80,8 +80,9 @@ def rows_with(times):
     ],
 )
 def test_crossover_is_where_rmfa_begins_to_stay_faster(times, expected):
-    assert crossover(rows_with(times), FORWARD) == expected
-    assert crossover(rows_with(times), BACKWARD) is None
+    assert crossover(rows_with(times), "exp", FORWARD) == expected
+    assert crossover(rows_with(times), "exp", BACKWARD) is None
+    assert crossover(rows_with(times), "inv", FORWARD) is None
 
 
 def test_speedup_compares_the_same_input():

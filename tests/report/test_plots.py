@@ -2,32 +2,32 @@
 
 import xml.etree.ElementTree as ElementTree
 
+import pytest
+
 from schoenbat.report import plots
 
 
-def test_plots_are_svg_and_repeat(errors, speeds, trained):
-    for plot, rows in [
-        (plots.error_plot, errors),
-        (plots.speedup_plot, speeds),
-        (plots.length_plot, speeds),
-        (plots.training_plot, trained),
-    ]:
-        svg = plot(rows)
-        assert ElementTree.fromstring(svg).tag == "{http://www.w3.org/2000/svg}svg"
-        assert svg == plot(rows)
-
-
-def test_panels_and_curves_are_named(errors, speeds, trained):
+@pytest.mark.parametrize(
+    ("plot", "rows", "names"),
+    [
+        (plots.error_plot, "errors", ["exp, paper", "sqrt, exact-low", "d = 200"]),
+        (plots.speedup_plot, "speeds", ["exp, forward", "exp, forward+backward", "n = 131,072"]),
+        (plots.length_plot, "speeds", ["RMFA, exp", "SDPA", "forward+backward"]),
+        (plots.training_plot, "trained", ["softmax", "schoenbat", "most frequent label"]),
+    ],
+)
+def test_plots_are_svg_with_named_panels_and_curves(request, plot, rows, names):
+    svg = plot(request.getfixturevalue(rows))
+    assert ElementTree.fromstring(svg).tag == "{http://www.w3.org/2000/svg}svg"
     # matplotlib draws letters as paths and keeps the text beside them as a comment.
-    error, speedup, length = plots.error_plot(errors), plots.speedup_plot(speeds), plots.length_plot(speeds)
-    assert all(f"<!-- {kernel}, paper -->" in error for kernel in ("exp", "sqrt"))
-    assert "<!-- d = 200 -->" in error
-    assert "<!-- exp, forward+backward -->" in speedup
-    assert all(f"<!-- {method} -->" in length for method in ("RMFA", "SDPA", "exact kernelized attention"))
-    assert "<!-- most frequent label -->" in plots.training_plot(trained)
+    assert [name for name in names if f"<!-- {name} -->" not in svg] == []
 
 
-def test_a_missing_rival_leaves_the_curve_shorter(speeds):
-    measured = [row for row in speeds if row.method != "sdpa"]
-    assert plots.length_plot(speeds) != plots.length_plot(measured)
-    assert "<!-- SDPA -->" not in plots.length_plot(measured)
+def test_the_same_rows_give_the_same_file(trained):
+    assert plots.training_plot(trained) == plots.training_plot(trained)
+    assert plots.training_plot(trained) != plots.training_plot(trained[:1])
+
+
+def test_what_was_not_measured_is_not_drawn(speeds):
+    figures = [plots.length_plot(rows) for rows in (speeds, [row for row in speeds if row.method != "sdpa"])]
+    assert ["<!-- SDPA -->" in svg for svg in figures] == [True, False]

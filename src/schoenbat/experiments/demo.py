@@ -18,9 +18,9 @@ class DemoOptions:
     attentions: tuple[str, ...] = ("softmax", "schoenbat", "mean")
     num_training: int = 6000
     num_validation: int = 500
-    min_length: int = 32
-    max_length: int = 128
-    steps: int = 180
+    min_length: int = 20
+    max_length: int = 80
+    steps: int = 200
     batch_size: int = 32
     learning_rate: float = 2e-3
     seed: int = 0
@@ -31,7 +31,7 @@ class DemoOptions:
             batch_size=self.batch_size,
             learning_rate=self.learning_rate,
             warmup=self.steps // 8,
-            evaluate_every=max(1, self.steps // 9),
+            evaluate_every=max(1, self.steps // 8),
             seed=self.seed,
         )
 

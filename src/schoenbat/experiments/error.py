@@ -42,7 +42,7 @@ class ErrorOptions:
     @classmethod
     def quick(cls, **options: Any) -> "ErrorOptions":
         """A corner of the figure that takes seconds."""
-        grid: dict[str, Any] = {"head_dims": (10, 50, 200), "num_features": (10, 30, 50), "repetitions": 40}
+        grid: dict[str, Any] = {"head_dims": (10, 50, 200), "num_features": (10, 30, 50), "repetitions": 20}
         return cls(**grid | options)
 
     @property

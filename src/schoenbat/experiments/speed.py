@@ -142,13 +142,13 @@ def find_rival(rows: Sequence[SpeedRow], row: SpeedRow, against: str) -> SpeedRo
     return None
 
 
-def crossover(rows: Sequence[SpeedRow], direction: str, against: str = "sdpa") -> int | None:
-    """The least length from which on RMFA is faster wherever both were measured; None if it never is."""
+def crossover(rows: Sequence[SpeedRow], kernel: str | None, direction: str) -> int | None:
+    """The least length from which on RMFA is faster than SDPA wherever both were measured; None if never."""
     speedups = {
         row.length: ratio
         for row in rows
-        if row.method == "rmfa" and row.direction == direction
-        for ratio in [speedup(rows, row, against)]
+        if (row.method, row.kernel, row.direction) == ("rmfa", kernel, direction)
+        for ratio in [speedup(rows, row, "sdpa")]
         if ratio is not None
     }
     faster = itertools.takewhile(lambda length: speedups[length] > 1, sorted(speedups, reverse=True))

@@ -67,14 +67,15 @@ def length_plot(rows: Sequence[SpeedRow]) -> str:
         for axes, direction in zip(line, PASSES, strict=True):
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")
-            for method in dict.fromkeys(row.method for row in rows):
+            for method, kernel in dict.fromkeys((row.method, row.kernel) for row in rows):
                 points = [
                     (row.length, getattr(row, quantity))
                     for row in rows
-                    if (row.method, row.direction) == (method, direction)
+                    if (row.method, row.kernel, row.direction) == (method, kernel, direction)
                 ]
                 factor = 2**-20 if quantity == "memory" else 1.0
-                _curve(axes, [(x, y and y * factor) for x, y in points], LABELS[method])
+                label = f"{LABELS[method]}, {kernel}" if kernel else LABELS[method]
+                _curve(axes, [(x, y and y * factor) for x, y in points], label)
             axes.set(title=direction)
         line[0].set_ylabel(name)
     _name_axes(panels, "tokens n")

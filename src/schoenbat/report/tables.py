@@ -7,7 +7,7 @@ from rich.table import Table
 
 from schoenbat.experiments.demo import DemoRow
 from schoenbat.experiments.error import ErrorRow
-from schoenbat.experiments.speed import BACKWARD, FORWARD, SpeedRow, crossover, find_rival, speedup
+from schoenbat.experiments.speed import BACKWARD, FORWARD, PASSES, SpeedRow, crossover, find_rival, speedup
 
 NOT_MEASURED = "–"
 
@@ -50,12 +50,13 @@ def speed_tables(rows: Sequence[SpeedRow]) -> Iterator[Table]:
 
 def crossover_lines(rows: Sequence[SpeedRow]) -> Iterator[str]:
     """From which length on RMFA is faster than SDPA, in words."""
-    for direction in (FORWARD, BACKWARD):
-        length = crossover(rows, direction)
-        measured = (
-            f"faster than SDPA from n = {length:,} on" if length else "not faster than SDPA where measured"
-        )
-        yield f"{direction}: RMFA is {measured}"
+    for kernel in dict.fromkeys(row.kernel for row in rows if row.method == "rmfa"):
+        for direction in PASSES:
+            length = crossover(rows, kernel, direction)
+            where = (
+                f"faster than SDPA from n = {length:,} on" if length else "not faster than SDPA to the end"
+            )
+            yield f"{direction}: RMFA with {kernel} is {where}"
 
 
 def demo_table(rows: Sequence[DemoRow]) -> Table:
@@ -88,6 +89,8 @@ def demo_summary(
         ratio = _number(speedup(speeds, row, "sdpa"))
         yield f"{row.direction} at n = {row.length:,}: RMFA is {ratio} times as fast as SDPA"
     yield from crossover_lines(speeds)
+    times = ", ".join(f"{row.attention} {row.result.seconds:.0f} s" for row in trained)
+    yield f"training time: {times} (sequences this short are where softmax is the faster one)"
     accuracies = ", ".join(f"{row.attention} {row.accuracy:.1%}" for row in trained)
     yield f"ListOps accuracy: {accuracies}, most frequent label {trained[0].majority:.1%}"
 
