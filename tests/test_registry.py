@@ -4,8 +4,8 @@ import pickle
 
 import pytest
 import torch
-from schoenbat.modules import SchoenbAt
 
+from schoenbat.modules import SchoenbAt
 from schoenbat.registry import attention_names, build_attention
 
 

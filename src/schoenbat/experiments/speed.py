@@ -6,7 +6,7 @@ is what a user has otherwise.
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -60,8 +60,9 @@ class SpeedOptions:
             "kernels": ("exp", "inv"),
             "lengths": (1000, 2000),
             "num_features": (10, 40, 120),
+            "seconds": 0.1,
         }
-        return cls(**grid | {"seconds": 0.1} | options)
+        return cls(**grid | options)
 
     @classmethod
     def long(cls, longest: int = 131_072, **options: Any) -> "SpeedOptions":
@@ -108,21 +109,18 @@ class SpeedRow:
 def run(options: SpeedOptions) -> Iterator[SpeedRow]:
     """Measure RMFA and its rivals at every combination of the options."""
     device = torch.device(options.device)
-    rivals: dict[tuple[str, str | None, str], SpeedRow] = {}
+    shorter: dict[tuple[str, str | None, str], SpeedRow] = {}
     for length in options.lengths:
         inputs = _draw_inputs(options, length, device)
         for (method, kernel, num_features, attention), direction in itertools.product(
             _attentions(options), PASSES
         ):
             row = SpeedRow(method, kernel, length, num_features, direction)
-            if method == "rmfa":
-                yield _measure(row, attention, inputs, options)
-                continue
-            before = rivals.get((method, kernel, direction))
-            if _affordable(row, before, options):
+            same = method, kernel, direction
+            if method == "rmfa" or _affordable(row, shorter.get(same), options):
                 row = _measure(row, attention, inputs, options)
+            shorter[same] = row
             yield row
-            rivals[method, kernel, direction] = row
 
 
 def speedup(rows: Sequence[SpeedRow], row: SpeedRow, against: str) -> float | None:
@@ -183,12 +181,12 @@ def _attentions(options: SpeedOptions) -> Iterator[tuple[str, str | None, int | 
             yield "rmfa", kernel, num_features, partial(rmfa, features=features)
 
 
-def _affordable(row: SpeedRow, before: SpeedRow | None, options: SpeedOptions) -> bool:
+def _affordable(row: SpeedRow, shorter: SpeedRow | None, options: SpeedOptions) -> bool:
     """Whether a quadratic rival should be measured, by its time at the length before and by its memory."""
-    if before is not None:
-        if before.median is None:
+    if shorter is not None:
+        if shorter.median is None:
             return False
-        if before.median * (row.length / before.length) ** 2 > options.budget:
+        if shorter.median * (row.length / shorter.length) ** 2 > options.budget:
             return False
     available = available_memory(torch.device(options.device))
     needed = EXACT_MATRICES * options.num_heads * row.length**2 * 4 if row.method == "exact" else 0
@@ -199,18 +197,7 @@ def _measure(row: SpeedRow, attention: Attention, inputs: list[Tensor], options:
     device = torch.device(options.device)
     call = partial(_forward if row.direction == FORWARD else _backward, attention, inputs)
     timing = time_call(call, device, seconds=options.seconds)
-    return SpeedRow(
-        row.method,
-        row.kernel,
-        row.length,
-        row.num_features,
-        row.direction,
-        timing.median,
-        timing.low,
-        timing.high,
-        timing.repetitions,
-        peak_memory(call, device),
-    )
+    return replace(row, **asdict(timing), memory=peak_memory(call, device))
 
 
 @torch.no_grad()
