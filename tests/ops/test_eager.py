@@ -76,10 +76,10 @@ def test_active_floor_matches_reference(is_causal):
     assert_matches_reference(query, key, value, features, rtol=1e-7, is_causal=is_causal)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     construction=st.sampled_from(CONSTRUCTIONS),
-    head_dim=st.integers(1, 9),
+    head_dim=st.integers(2, 9),  # in one dimension unit rows are ±1, and denominators equal to their floor
     num_features=st.integers(2, 70),
     value_dim=st.integers(1, 4),
     queries=st.integers(0, 150),
