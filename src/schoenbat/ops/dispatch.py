@@ -160,7 +160,8 @@ def _read(
     weighted = Summary(weight * summary.feature_value, weight * summary.feature_sum, *summary[2:])
     count = count.to(summary.value_mean.dtype)
     if not _as_operators():
-        return eager.read(query, weighted, count, blocks, coefficients, query_scale)
+        chunks = eager.read(query, weighted, count, blocks, coefficients, query_scale)
+        return torch.cat([rows for _, rows in chunks], dim=-2)
     return library.read(query, list(weighted), count, blocks.maps, coefficients, query_scale, blocks.layout)
 
 

@@ -70,22 +70,23 @@ def sum_of_products(a: Tensor, b: Tensor) -> Tensor:
 
 
 def summarize(key: Tensor, value: Tensor, mask: Tensor | None, blocks: Blocks, key_scale: float) -> Summary:
-    """Keys and values as sums: two passes over the values (their mean first), one over the keys."""
-    dtype = compute_dtype(key)
+    """Keys and values as sums, in one pass: centred on the first chunk's mean, then on the whole mean."""
     divisor = key_count(key, mask).clamp(min=1)
-    parts = [keep(mask, span, value[..., span, :]).sum(-2, True, dtype=dtype) for span in spans(key)]
-    value_mean = torch.stack(parts).sum(0) / divisor
+    first = next(spans(key))
+    values = keep(mask, first, value[..., first, :]).sum(-2, True, dtype=compute_dtype(key))
+    centre = values / divisor.clamp(max=max(1, value[..., first, :].shape[-2]))
 
-    feature_value, feature_sum, key_sum = [], [], []
+    chunks = []
     for span in spans(key):
-        x, centred = _key_chunk(key, value, mask, span, value_mean, key_scale)
+        x, centred = _key_chunk(key, value, mask, span, centre, key_scale)
         phi = monomials(x, blocks)
-        feature_value.append(sum_over_rows(phi, centred))
-        feature_sum.append(total_over_rows(phi))
-        key_sum.append(x.sum(-2, keepdim=True))
-    sums = (torch.stack(parts).sum(0) for parts in (feature_value, feature_sum, key_sum))
-    feature_value_sum, feature_total, key_total = sums
-    return Summary(feature_value_sum, feature_total, key_total / divisor, value_mean)
+        sums = sum_over_rows(phi, centred), total_over_rows(phi), x.sum(-2, True), centred.sum(-2, True)
+        chunks.append(sums)
+    products, totals, key_sum, beside = (torch.stack(parts).sum(0) for parts in zip(*chunks, strict=True))
+    shift = beside / divisor
+    # Without keys there is no mean: zeros.
+    value_mean = torch.where(key_count(key, mask) > 0, centre + shift, 0.0)
+    return Summary(products - totals @ shift, totals, key_sum / divisor, value_mean)
 
 
 def summarize_backward(
@@ -129,17 +130,15 @@ def read(
     blocks: Blocks,
     coefficients: Tensor,
     query_scale: Tensor,  # (H, G, 1, 1)
-) -> Tensor:
-    """One output row for each query row; the summary's features carry their weights already."""
-    rows = []
+) -> Iterator[tuple[slice, Tensor]]:
+    """Outputs chunk by chunk, a row for each query; the summary's features carry their weights already."""
     for span in spans(query):
         x = query[..., span, :] * query_scale
         phi = monomials(x, blocks)
         denominator = apply_to_rows(phi, summary.feature_sum)
         guarded = guard(denominator, product(x, summary.key_mean.mT), count, coefficients)
         numerator = apply_to_rows(phi, summary.feature_value)
-        rows.append(torch.addcdiv(summary.value_mean, numerator, guarded.floored).to(query.dtype))
-    return torch.cat(rows, dim=-2)
+        yield span, torch.addcdiv(summary.value_mean, numerator, guarded.floored).to(query.dtype)
 
 
 def read_backward(

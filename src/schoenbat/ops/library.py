@@ -109,7 +109,10 @@ def read(
     layout: Sequence[int],
 ) -> Tensor:
     blocks = Blocks.from_layout(maps, layout)
-    return eager.read(query, Summary(*summary), count, blocks, coefficients, query_scale)
+    out = query.new_empty(*query.shape[:-1], summary[0].shape[-1])
+    for span, rows in eager.read(query, Summary(*summary), count, blocks, coefficients, query_scale):
+        out[..., span, :] = rows
+    return out
 
 
 @read.register_fake
