@@ -104,7 +104,9 @@ def _flex(
     else:
         shape = query.shape[0], 1, 1, query.shape[-2], key.shape[-2]
         score_mod = _masked(_log_kernel(kernel), visible.expand(shape)[:, 0, 0])
-    out = _compiled_flex()(*flat, score_mod=score_mod, scale=scale, enable_gqa=groups > 1)
+    # Every kernel is a score_mod of its own: at the usual limit Dynamo would give up and form the scores.
+    with torch._dynamo.config.patch(recompile_limit=256):
+        out = _compiled_flex()(*flat, score_mod=score_mod, scale=scale, enable_gqa=groups > 1)
     return out.unflatten(1, (-1, groups))
 
 
@@ -112,7 +114,7 @@ def _flex(
 def _compiled_flex() -> Callable[..., Tensor]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=False)
+    return torch.compile(flex_attention)
 
 
 @cache
