@@ -249,7 +249,7 @@ def test_no_tensor_is_larger_than_the_sequence_asks_for(is_causal, monkeypatch):
         operator = getattr(library, name)
         monkeypatch.setattr(library, name, operator._init_fn)
     features = MaclaurinFeatures(32, 128, seed=0)
-    n, heads = 4096, 8
+    n, heads = 8192, 8
     tensors = [rows(1, heads, n, 32, seed=i, dtype=torch.float32) for i in range(3)]
     with Largest() as largest, torch.no_grad():
         rmfa(*tensors, features, is_causal=is_causal)
@@ -260,23 +260,23 @@ def test_no_tensor_is_larger_than_the_sequence_asks_for(is_causal, monkeypatch):
 
 def run_backward(arranged, features, is_causal):
     from schoenbat.ops import eager, eager_causal
-    from schoenbat.ops.blocks import MapGradients
+    from schoenbat.ops.blocks import Evaluator
 
     query, key, value = arranged
     feature_map = features.map(torch.float32)
     blocks, scale = feature_map.blocks, torch.ones(query.shape[1], 1, 1, 1)
-    to_map = MapGradients(blocks, True)
+    evaluator = Evaluator(blocks, True)
     count = eager.key_count(key, None)
     summary = eager.summarize(key, value, None, blocks, 1.0)
     if not is_causal:
-        eager.summarize_backward(summary, summary, key, value, None, blocks, 1.0, to_map)
+        eager.summarize_backward(summary, summary, key, value, None, evaluator, 1.0)
         eager.read_backward(
-            value, query, summary, count.float(), blocks, feature_map.coefficients, scale, to_map
+            value, query, summary, count.float(), feature_map.coefficients, scale, evaluator, True
         )
         return
     zeros = eager_causal.Sums(*(torch.zeros_like(s) for s in summary))
     inputs = eager_causal.Inputs(query, key, value, None, 0 * count, *feature_map[:3], scale, 1.0)
-    eager_causal.scan_backward(value, zeros, inputs, zeros, to_map)
+    eager_causal.scan_backward(value, zeros, inputs, zeros, evaluator)
 
 
 def test_unknown_implementation_is_named_and_triton_is_not_replaced(features):

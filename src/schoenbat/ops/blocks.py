@@ -75,18 +75,7 @@ def level_sizes(degrees: Sequence[int]) -> list[int]:
 
 def monomials(x: Tensor, blocks: Blocks) -> Monomials:
     """The unweighted monomials of the rows of x."""
-    parts = []
-    if blocks.identity:
-        parts.append(x.mT)
-    elif blocks.linear.shape[-1]:
-        parts.append(_project(x, blocks.linear))
-    if blocks.num_pairs:
-        left, right = _pair_factors(_project(x, blocks.quadratic), blocks.num_pairs)
-        parts.append(left * right)
-    if blocks.degrees:
-        factors = _project(x, blocks.tail).split(level_sizes(blocks.degrees), dim=-2)
-        parts.append(_suffix_products(factors)[0])
-    return tuple(parts) or (x.mT[..., :0, :],)
+    return Evaluator(blocks).evaluate(x).phi
 
 
 def weigh(phi: Monomials, weight: Tensor) -> Monomials:
@@ -103,7 +92,10 @@ def sum_over_rows(phi: Monomials, rows: Tensor) -> Tensor:
 def apply_to_rows(phi: Monomials, sums: Tensor) -> Tensor:
     """``φ(x_i)ᵀ sums`` for each row: ``(B, H, 1, F, m) -> (B, H, G, n, m)``."""
     blocks = sums.split([part.shape[-2] for part in phi], dim=-2)
-    return reduce(torch.add, (product(part.mT, block) for part, block in zip(phi, blocks, strict=True)))
+    rows = product(phi[0].mT, blocks[0])
+    for part, block in zip(phi[1:], blocks[1:], strict=True):
+        rows = _add_product(rows, part.mT, block)
+    return rows
 
 
 def total_over_rows(phi: Monomials) -> Tensor:
@@ -128,10 +120,10 @@ def add(phi: Monomials, more: Monomials) -> Monomials:
     return tuple(a + b for a, b in zip(phi, more, strict=True))
 
 
-def add_outer(phi: Monomials, sums: Tensor, row: Tensor) -> Monomials:
-    """Add ``sums ⊗ row``, of ``(B, H, 1, F, 1)`` and ``(B, H, G, n, 1)``, in one pass over the monomials."""
+def add_outer_(phi: Monomials, sums: Tensor, row: Tensor) -> Monomials:
+    """Add ``sums ⊗ row``, of ``(B, H, 1, F, 1)`` and ``(B, H, G, n, 1)``, in place."""
     parts = sums.split([part.shape[-2] for part in phi], dim=-2)
-    return tuple(torch.addcmul(a, b, row.mT) for a, b in zip(phi, parts, strict=True))
+    return tuple(a.addcmul_(b, row.mT) for a, b in zip(phi, parts, strict=True))
 
 
 def dot(phi: Monomials, other: Monomials) -> Tensor:
@@ -144,37 +136,64 @@ def dot_rows(phi: Monomials, other: Monomials) -> Tensor:
     return torch.cat([(a * b).sum((0, 2, 4)) for a, b in zip(phi, other, strict=True)], dim=-1)
 
 
-class MapGradients:
-    """Collects the gradients of a map's tensors over chunks, where somebody wants them."""
+class Evaluated(NamedTuple):
+    """Rows with their monomials, and the factors of these, which the gradient needs."""
 
-    def __init__(self, blocks: Blocks, wanted: bool) -> None:
-        self.wanted = wanted
-        self.linear, self.quadratic, self.tail = (torch.zeros_like(t) for t in blocks.maps)
+    x: Tensor
+    phi: Monomials
+    pairs: tuple[Tensor, ...]  # left and right factor of the pair monomials, where there are any
+    tail: tuple[Tensor, ...]  # factors of the tail's features, level by level
 
-    def as_list(self) -> list[Tensor]:
-        return [self.linear, self.quadratic, self.tail]
 
-    def backward(self, x: Tensor, blocks: Blocks, grad: Monomials) -> Tensor:
-        """The gradient of x, given that of its monomials; those of the map are added up here."""
-        parts = list(grad)
+class Evaluator:
+    """A map made ready for one pass over a sequence, with the gradients of its tensors if it is trained."""
+
+    def __init__(self, blocks: Blocks, train: bool = False) -> None:
+        self.blocks, self.train = blocks, train
+        self.left, self.right = _pair_selections(blocks.num_pairs, blocks.quadratic)
+        self.gradients = [torch.zeros_like(t) for t in blocks.maps]
+
+    def evaluate(self, x: Tensor) -> Evaluated:
+        """The unweighted monomials of the rows of x."""
+        blocks = self.blocks
+        phi: list[Tensor] = []
+        pairs: tuple[Tensor, ...] = ()
+        tail: tuple[Tensor, ...] = ()
+        if blocks.identity:
+            phi.append(x.mT)
+        elif blocks.linear.shape[-1]:
+            phi.append(_project(x, blocks.linear))
+        if blocks.num_pairs:
+            y = _project(x, blocks.quadratic)
+            pairs = self.left @ y, self.right @ y
+            phi.append(pairs[0] * pairs[1])
+        if blocks.degrees:
+            tail = _project(x, blocks.tail).split(level_sizes(blocks.degrees), dim=-2)
+            phi.append(_suffix_products(tail)[0])
+        return Evaluated(x, tuple(phi) or (x.mT[..., :0, :],), pairs, tail)
+
+    def backward(self, at: Evaluated, grad: Monomials) -> Tensor:
+        """The gradient of x, given that of its monomials, which it may overwrite."""
+        blocks, parts = self.blocks, list(grad)
+        to_linear, to_quadratic, to_tail = self.gradients
         grad_x = None
         if blocks.identity:
             grad_x = parts.pop(0).mT
         elif blocks.linear.shape[-1]:
-            grad_x = self._project_backward(x, blocks.linear, parts.pop(0), self.linear)
+            grad_x = self._project_backward(at.x, blocks.linear, parts.pop(0), to_linear)
         if blocks.num_pairs:
-            grad_y = _pairs_backward(_project(x, blocks.quadratic), parts.pop(0))
-            more = self._project_backward(x, blocks.quadratic, grad_y, self.quadratic)
-            grad_x = more if grad_x is None else grad_x + more
+            to_left, to_right = parts[0] * at.pairs[1], parts.pop(0).mul_(at.pairs[0])
+            grad_y = self.left.mT @ to_left + self.right.mT @ to_right
+            more = self._project_backward(at.x, blocks.quadratic, grad_y, to_quadratic)
+            grad_x = more if grad_x is None else more.add_(grad_x)
         if blocks.degrees:
-            sizes = level_sizes(blocks.degrees)
-            grad_factors = _products_backward(_project(x, blocks.tail).split(sizes, dim=-2), parts.pop(0))
-            more = self._project_backward(x, blocks.tail, grad_factors, self.tail)
-            grad_x = more if grad_x is None else grad_x + more
-        return torch.zeros_like(x) if grad_x is None else grad_x
+            grad_factors = _products_backward(at.tail, parts.pop(0))
+            more = self._project_backward(at.x, blocks.tail, grad_factors, to_tail)
+            grad_x = more if grad_x is None else more.add_(grad_x)
+        return torch.zeros_like(at.x) if grad_x is None else grad_x
 
     def _project_backward(self, x: Tensor, weight: Tensor, grad: Tensor, total: Tensor) -> Tensor:
-        if self.wanted:
+        if self.train:
             total += sum_over_heads(weight, (x.mT @ grad.mT).sum((0, 2)))
         return grad.mT @ weight.mT[:, None]
 
@@ -182,6 +201,15 @@ class MapGradients:
 def product(a: Tensor, b: Tensor) -> Tensor:
     """``a @ b``; with a single column as the transposed product, several times faster on the CPU."""
     return (b.mT @ a.mT).mT if b.shape[-1] == 1 else a @ b
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """``total + a @ b``; in place where no derivative is being taken."""
+    if b.shape[-1] == 1 or torch.is_grad_enabled():
+        return total + product(a, b)
+    b = b.expand(*a.shape[:-2], -1, -1)
+    total.flatten(0, -3).baddbmm_(a.flatten(0, -3), b.flatten(0, -3))
+    return total
 
 
 def sum_over_heads(parameter: Tensor, per_head: Tensor) -> Tensor:
@@ -194,25 +222,15 @@ def _project(x: Tensor, weight: Tensor) -> Tensor:
     return weight.mT[:, None] @ x.mT
 
 
-def _pair_selections(count: int, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Two 0/1 matrices ``(count, r)`` that pick the left and the right factor of each pair from y's r rows.
+def _pair_selections(count: int, directions: Tensor) -> tuple[Tensor, Tensor]:
+    """Two 0/1 matrices ``(count, r)`` that pick the left and the right factors of pairs from r projections.
 
     A product with them is exact and several times faster than a gather on the CPU.
     """
-    directions = y.shape[-2]
-    left, right = torch.tril_indices(directions, directions, device=y.device)[:, :count, None]
-    ids = torch.arange(directions, device=y.device)
-    return (left == ids).to(y.dtype), (right == ids).to(y.dtype)
-
-
-def _pair_factors(y: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    left, right = _pair_selections(count, y)
-    return left @ y, right @ y
-
-
-def _pairs_backward(y: Tensor, grad: Tensor) -> Tensor:
-    left, right = _pair_selections(grad.shape[-2], y)
-    return left.mT @ (grad * (right @ y)) + right.mT @ (grad * (left @ y))
+    size, device = directions.shape[-1], directions.device
+    left, right = torch.tril_indices(size, size, device=device)[:, :count, None]
+    ids = torch.arange(size, device=device)
+    return (left == ids).to(directions.dtype), (right == ids).to(directions.dtype)
 
 
 def _suffix_products(factors: Sequence[Tensor]) -> list[Tensor]:

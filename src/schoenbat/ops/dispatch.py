@@ -161,7 +161,8 @@ def _read(
     count = count.to(summary.value_mean.dtype)
     if not _as_operators():
         chunks = eager.read(query, weighted, count, blocks, coefficients, query_scale)
-        return torch.cat([rows for _, rows in chunks], dim=-2)
+        rows = (torch.addcdiv(summary.value_mean, above, below) for _, above, below in chunks)
+        return torch.cat([row.to(query.dtype) for row in rows], dim=-2)
     return library.read(query, list(weighted), count, blocks.maps, coefficients, query_scale, blocks.layout)
 
 

@@ -17,15 +17,12 @@ from torch import Tensor
 
 from schoenbat.ops.blocks import (
     Blocks,
-    MapGradients,
-    add_outer,
+    Evaluator,
+    add_outer_,
     apply_to_rows,
     dot,
     from_rows,
-    monomials,
     product,
-    sum_over_rows,
-    total_over_rows,
 )
 from schoenbat.ops.denominator import guard, guard_backward
 
@@ -46,7 +43,7 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 def spans(x: Tensor) -> Iterator[slice]:
     """Cut the sequence of x ``(B, H, G, n, d)`` so that a chunk stays in the cache."""
-    budget = 2**18 if x.device.type == "cpu" else 2**25
+    budget = 2**19 if x.device.type == "cpu" else 2**25
     heads = max(1, x.shape[0] * x.shape[1] * x.shape[2])
     length = max(64, budget // (heads * x.shape[-1]) // 64 * 64)
     return (slice(start, start + length) for start in range(0, max(x.shape[-2], 1), length))
@@ -66,7 +63,7 @@ def key_count(key: Tensor, mask: Tensor | None) -> Tensor:
 
 def sum_of_products(a: Tensor, b: Tensor) -> Tensor:
     """``Σ a·b`` over batch, rows and columns, for each head: ``(B, H, G, n, d) -> (H, G, 1, 1)``."""
-    return (a.flatten(-2)[..., None, :] @ b.flatten(-2)[..., None]).sum(0)
+    return (a * b).sum((0, -2, -1))[..., None, None]
 
 
 def summarize(key: Tensor, value: Tensor, mask: Tensor | None, blocks: Blocks, key_scale: float) -> Summary:
@@ -76,17 +73,21 @@ def summarize(key: Tensor, value: Tensor, mask: Tensor | None, blocks: Blocks, k
     values = keep(mask, first, value[..., first, :]).sum(-2, True, dtype=compute_dtype(key))
     centre = values / divisor.clamp(max=max(1, value[..., first, :].shape[-2]))
 
-    chunks = []
+    evaluator = Evaluator(blocks)
+    totals: list[Tensor] = []
     for span in spans(key):
         x, centred = _key_chunk(key, value, mask, span, centre, key_scale)
-        phi = monomials(x, blocks)
-        sums = sum_over_rows(phi, centred), total_over_rows(phi), x.sum(-2, True), centred.sum(-2, True)
-        chunks.append(sums)
-    products, totals, key_sum, beside = (torch.stack(parts).sum(0) for parts in zip(*chunks, strict=True))
+        phi = evaluator.evaluate(x).phi
+        parts = [product(part, centred) for part in phi]
+        parts += [part.sum(-1, keepdim=True) for part in phi]
+        parts += [x.sum(-2, keepdim=True), centred.sum(-2, keepdim=True)]
+        totals = [a.add_(b) for a, b in zip(totals, parts, strict=True)] if totals else parts
+    *sums, key_sum, beside = totals
+    feature_value, feature_sum = (torch.cat(p, -2) for p in (sums[: len(phi)], sums[len(phi) :]))
     shift = beside / divisor
     # Without keys there is no mean: zeros.
     value_mean = torch.where(key_count(key, mask) > 0, centre + shift, 0.0)
-    return Summary(products - totals @ shift, totals, key_sum / divisor, value_mean)
+    return Summary(feature_value - feature_sum @ shift, feature_sum, key_sum / divisor, value_mean)
 
 
 def summarize_backward(
@@ -95,24 +96,27 @@ def summarize_backward(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    blocks: Blocks,
+    evaluator: Evaluator,
     key_scale: float,
-    to_map: MapGradients,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of key and value; those of the map are added to `to_map`."""
+    """Gradients of key and value; those of the map are added up in the evaluator."""
     divisor = key_count(key, mask).clamp(min=1)
     # Each value reaches the mean, and through it every centred value.
-    to_mean = (grad.value_mean - summary.feature_sum.mT @ grad.feature_value) / divisor
+    to_value_mean = (grad.value_mean - summary.feature_sum.mT @ grad.feature_value) / divisor
+    to_key_mean = grad.key_mean * key_scale / divisor
     grad_key, grad_value = torch.empty_like(key), torch.empty_like(value)
     for span in spans(key):
         x, centred = _key_chunk(key, value, mask, span, summary.value_mean, key_scale)
-        phi = monomials(x, blocks)
-        grad_phi = from_rows(blocks, grad.feature_value, centred)
-        grad_phi = add_outer(grad_phi, grad.feature_sum, torch.ones_like(x[..., :1]))
-        grad_x = to_map.backward(x, blocks, grad_phi) + grad.key_mean / divisor
-        grad_v = apply_to_rows(phi, grad.feature_value) + to_mean
-        grad_key[..., span, :] = keep(mask, span, grad_x * key_scale)
-        grad_value[..., span, :] = keep(mask, span, grad_v)
+        at = evaluator.evaluate(x)
+        grad_phi = from_rows(evaluator.blocks, grad.feature_value, centred)
+        grad_phi = add_outer_(grad_phi, grad.feature_sum, torch.ones_like(x[..., :1]))
+        grad_x = evaluator.backward(at, grad_phi)
+        grad_v = apply_to_rows(at.phi, grad.feature_value)
+        torch.add(to_key_mean, grad_x, alpha=key_scale, out=grad_key[..., span, :])
+        torch.add(grad_v, to_value_mean, out=grad_value[..., span, :])
+        if mask is not None:
+            grad_key[..., span, :].masked_fill_(~mask[..., span, :], 0.0)
+            grad_value[..., span, :].masked_fill_(~mask[..., span, :], 0.0)
     return grad_key, grad_value
 
 
@@ -130,15 +134,19 @@ def read(
     blocks: Blocks,
     coefficients: Tensor,
     query_scale: Tensor,  # (H, G, 1, 1)
-) -> Iterator[tuple[slice, Tensor]]:
-    """Outputs chunk by chunk, a row for each query; the summary's features carry their weights already."""
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Numerator and denominator of each query chunk by chunk; the output is v̄ plus their quotient.
+
+    The summary's features carry their weights already.
+    """
+    evaluator = Evaluator(blocks)
+    both = torch.cat([summary.feature_value, summary.feature_sum], dim=-1)
     for span in spans(query):
         x = query[..., span, :] * query_scale
-        phi = monomials(x, blocks)
-        denominator = apply_to_rows(phi, summary.feature_sum)
-        guarded = guard(denominator, product(x, summary.key_mean.mT), count, coefficients)
-        numerator = apply_to_rows(phi, summary.feature_value)
-        yield span, torch.addcdiv(summary.value_mean, numerator, guarded.floored).to(query.dtype)
+        found = apply_to_rows(evaluator.evaluate(x).phi, both)
+        mean_logit = product(x, summary.key_mean.mT)
+        guarded = guard(found[..., -1:], mean_logit, count, coefficients)
+        yield span, found[..., :-1], guarded.floored
 
 
 def read_backward(
@@ -146,41 +154,44 @@ def read_backward(
     query: Tensor,
     summary: Summary,
     count: Tensor,
-    blocks: Blocks,
     coefficients: Tensor,
     query_scale: Tensor,
-    to_map: MapGradients,
+    evaluator: Evaluator,
+    train_scale: bool,
 ) -> tuple[Tensor, Summary, Tensor, Tensor]:
-    """Gradients of query, summary, coefficients and query_scale; those of the map are added to `to_map`."""
+    """Gradients of query, summary, coefficients and query_scale; the map's are added up in the evaluator.
+
+    Those of coefficients and scale stay zero where they are not trained.
+    """
     grad_query = torch.empty_like(query)
-    to_summary = Summary(*(torch.zeros_like(t) for t in summary))
     to_coefficients, to_scale = torch.zeros_like(coefficients), torch.zeros_like(query_scale)
+    totals: list[Tensor] = []
     for span in spans(query):
         raw, grad = query[..., span, :].to(count.dtype), grad_out[..., span, :].to(count.dtype)
-        x = raw * query_scale
-        phi = monomials(x, blocks)
-        mean_logit = product(x, summary.key_mean.mT)
-        guarded = guard(apply_to_rows(phi, summary.feature_sum), mean_logit, count, coefficients)
+        at = evaluator.evaluate(raw * query_scale)
+        mean_logit = product(at.x, summary.key_mean.mT)
+        guarded = guard(apply_to_rows(at.phi, summary.feature_sum), mean_logit, count, coefficients)
 
         grad_numerator = grad / guarded.floored
-        grad_phi = from_rows(blocks, summary.feature_value, grad_numerator)
+        grad_phi = from_rows(evaluator.blocks, summary.feature_value, grad_numerator)
         # ⟨grad, numerator⟩ / f is the same sum taken over the features: no product with the sums is repeated.
-        grad_floored = -dot(phi, grad_phi) / guarded.floored
+        grad_floored = dot(at.phi, grad_phi) / -guarded.floored
         grad_total, grad_mean_logit, more = guard_backward(
-            grad_floored, guarded, mean_logit, count, coefficients
+            grad_floored, guarded, mean_logit, count, coefficients, evaluator.train
         )
-        grad_x = to_map.backward(x, blocks, add_outer(grad_phi, summary.feature_sum, grad_total))
-        grad_x = torch.addcmul(grad_x, grad_mean_logit, summary.key_mean)
-
+        grad_x = evaluator.backward(at, add_outer_(grad_phi, summary.feature_sum, grad_total))
+        grad_x.addcmul_(grad_mean_logit, summary.key_mean)
+        torch.mul(grad_x, query_scale, out=grad_query[..., span, :])
         to_coefficients += more
-        to_scale += sum_of_products(grad_x, raw)
-        grad_query[..., span, :] = grad_x * query_scale
-        parts = (
-            sum_over_rows(phi, grad_numerator),
-            sum_over_rows(phi, grad_total),
-            grad_mean_logit.mT @ x,
-            grad.sum(-2, keepdim=True),
-        )
-        for total, part in zip(to_summary, parts, strict=True):
-            total += part.sum(2, keepdim=True)
+        if train_scale:
+            to_scale += sum_of_products(grad_x, raw)
+
+        both = torch.cat([grad_numerator, grad_total], dim=-1)
+        parts = [product(part, both) for part in at.phi]
+        parts += [grad_mean_logit.mT @ at.x, grad.sum(-2, keepdim=True)]
+        totals = [a.add_(b) for a, b in zip(totals, parts, strict=True)] if totals else parts
+    *sums, to_key_mean, to_value_mean = (total.sum(2, keepdim=True) for total in totals)
+    to_feature_value = torch.cat([part[..., :-1] for part in sums], dim=-2)
+    to_feature_sum = torch.cat([part[..., -1:] for part in sums], dim=-2)
+    to_summary = Summary(to_feature_value, to_feature_sum, to_key_mean, to_value_mean)
     return grad_query, to_summary, to_coefficients, to_scale

@@ -16,15 +16,15 @@ from torch import Tensor
 
 from schoenbat.ops.blocks import (
     Blocks,
-    MapGradients,
+    Evaluated,
+    Evaluator,
     Monomials,
     add,
-    add_outer,
+    add_outer_,
     apply_to_rows,
     dot_rows,
     from_rows,
     inner,
-    monomials,
     sum_over_heads,
     sum_over_rows,
     total_over_rows,
@@ -63,11 +63,10 @@ class Inputs(NamedTuple):
 class Chunk(NamedTuple):
     """Everything about one chunk that does not depend on the past."""
 
-    query: Tensor  # scaled
-    key: Tensor  # scaled, zeros where masked
     value: Tensor  # zeros where masked
+    at_query: Evaluated  # of the scaled queries
+    at_key: Evaluated  # of the scaled keys, zeros where masked
     phi_query: Monomials  # weighted
-    phi_key: Monomials
     scores: Tensor  # (B, H, G, C, C), zero above the diagonal
     visible: Tensor  # (B, 1, 1, C, C): 1 where the key takes part for the query
     seen: Tensor  # (B, 1, 1, C, 1): how many keys each row sees
@@ -89,8 +88,9 @@ def scan(inputs: Inputs, sums: Sums) -> tuple[Tensor, Sums]:
     """Outputs of all rows, and the sums after the last."""
     rows = []
     seen = inputs.seen
+    evaluator = Evaluator(inputs.blocks)
     for span in _spans(inputs.query):
-        chunk = _chunk(inputs, span, seen)
+        chunk = _chunk(inputs, evaluator, span, seen)
         found = _look_back(chunk, sums, inputs.coefficients)
         out = _output(found, chunk.seen)
         rows.append(out.to(inputs.query.dtype))
@@ -105,14 +105,14 @@ class SmallGradients(NamedTuple):
 
 
 def scan_backward(
-    grad_out: Tensor, grad_sums: Sums, inputs: Inputs, sums: Sums, to_map: MapGradients
+    grad_out: Tensor, grad_sums: Sums, inputs: Inputs, sums: Sums, evaluator: Evaluator
 ) -> tuple[Tensor, Tensor, Tensor, SmallGradients, Sums]:
-    """Gradients of query, key, value, the small tensors and the first sums; those of the map go to `to_map`.
+    """Gradients of query, key, value, the small tensors and the first sums; the map's go to the evaluator.
 
     Two passes: forward for what needs the past (queries), backward for what needs the future (keys, values).
     """
-    grad_query, small, rows = _query_pass(grad_out, inputs, sums, to_map)
-    grad_key, grad_value, first = _key_pass(grad_out, grad_sums, inputs, rows, to_map)
+    grad_query, small, rows = _query_pass(grad_out, inputs, sums, evaluator)
+    grad_key, grad_value, first = _key_pass(grad_out, grad_sums, inputs, rows, evaluator)
     return grad_query, grad_key, grad_value, small, first
 
 
@@ -127,7 +127,7 @@ class _RowGradients(NamedTuple):
 
 
 def _query_pass(
-    grad_out: Tensor, inputs: Inputs, sums: Sums, to_map: MapGradients
+    grad_out: Tensor, inputs: Inputs, sums: Sums, evaluator: Evaluator
 ) -> tuple[Tensor, SmallGradients, list[_RowGradients]]:
     blocks, seen = inputs.blocks, inputs.seen
     grad_query = torch.empty_like(inputs.query)
@@ -136,25 +136,25 @@ def _query_pass(
     )
     rows = []
     for span in _spans(inputs.query):
-        chunk = _chunk(inputs, span, seen)
+        chunk = _chunk(inputs, evaluator, span, seen)
         found = _look_back(chunk, sums, inputs.coefficients)
         floored = found.guarded.floored
         grad = grad_out[..., span, :].to(floored.dtype) / floored
         along_mean = (grad * found.value_mean).sum(-1, keepdim=True)
         grad_floored = along_mean - (grad * _output(found, chunk.seen)).sum(-1, keepdim=True)
         grad_total, grad_mean_logit, more = guard_backward(
-            grad_floored, found.guarded, found.mean_logit, chunk.seen, inputs.coefficients
+            grad_floored, found.guarded, found.mean_logit, chunk.seen, inputs.coefficients, evaluator.train
         )
         grad_denominator = grad_total - along_mean
         grad_scores = (grad @ chunk.value.mT + grad_denominator).tril()
 
-        inside = tuple(part @ grad_scores.mT for part in chunk.phi_key)
+        inside = tuple(part @ grad_scores.mT for part in chunk.at_key.phi)
         grad_phi = add(inside, from_rows(blocks, sums.feature_value, grad))
-        grad_phi = add_outer(grad_phi, sums.feature_sum, grad_denominator)
-        if to_map.wanted:
-            per_monomial = dot_rows(grad_phi, monomials(chunk.query, blocks))
+        grad_phi = add_outer_(grad_phi, sums.feature_sum, grad_denominator)
+        if evaluator.train:
+            per_monomial = dot_rows(grad_phi, chunk.at_query.phi)
             small.weight.add_(sum_over_heads(inputs.weight, per_monomial))
-        grad_x = to_map.backward(chunk.query, blocks, weigh(grad_phi, inputs.weight))
+        grad_x = evaluator.backward(chunk.at_query, weigh(grad_phi, inputs.weight))
         grad_x = grad_x + grad_mean_logit * found.key_mean
 
         small.coefficients.add_(more)
@@ -167,24 +167,24 @@ def _query_pass(
 
 
 def _key_pass(
-    grad_out: Tensor, future: Sums, inputs: Inputs, rows: list[_RowGradients], to_map: MapGradients
+    grad_out: Tensor, future: Sums, inputs: Inputs, rows: list[_RowGradients], evaluator: Evaluator
 ) -> tuple[Tensor, Tensor, Sums]:
     grad_key, grad_value = torch.empty_like(inputs.key), torch.empty_like(inputs.value)
     for span, row in reversed(list(zip(_spans(inputs.query), rows, strict=True))):
-        chunk = _chunk(inputs, span, row.seen)
+        chunk = _chunk(inputs, evaluator, span, row.seen)
         grad = grad_out[..., span, :].to(row.floored.dtype) / row.floored
         grad_scores = (grad @ chunk.value.mT + row.denominator).tril()
         scores = (chunk.scores + row.constant).tril()
-        along_query = row.mean_logit * chunk.query
+        along_query = row.mean_logit * chunk.at_query.x
         not_before = torch.ones_like(scores[:1, :1, :1]).tril().mT
 
         grad_phi = tuple(_over_groups(part @ grad_scores) for part in chunk.phi_query)
         grad_phi = add(grad_phi, from_rows(inputs.blocks, future.feature_value, chunk.value))
-        grad_phi = add_outer(grad_phi, future.feature_sum, torch.ones_like(chunk.value[..., :1]))
-        grad_x = to_map.backward(chunk.key, inputs.blocks, grad_phi)
+        grad_phi = add_outer_(grad_phi, future.feature_sum, torch.ones_like(chunk.value[..., :1]))
+        grad_x = evaluator.backward(chunk.at_key, grad_phi)
         grad_x = grad_x + _over_groups(not_before @ along_query) + future.key_sum
         grad_v = _over_groups(scores.mT @ grad) + future.value_sum
-        grad_v = grad_v + apply_to_rows(chunk.phi_key, future.feature_value)
+        grad_v = grad_v + apply_to_rows(chunk.at_key.phi, future.feature_value)
         grad_key[..., span, :] = keep(inputs.mask, span, grad_x * inputs.key_scale)
         grad_value[..., span, :] = keep(inputs.mask, span, grad_v)
         future = Sums(
@@ -210,7 +210,7 @@ def _new_keys(inputs: Inputs, span: slice) -> Tensor | int:
     return inputs.key[..., span, :].shape[-2]
 
 
-def _chunk(inputs: Inputs, span: slice, seen: Tensor) -> Chunk:
+def _chunk(inputs: Inputs, evaluator: Evaluator, span: slice, seen: Tensor) -> Chunk:
     dtype, mask = inputs.weight.dtype, inputs.mask
     query = inputs.query[..., span, :] * inputs.query_scale
     key = keep(mask, span, inputs.key[..., span, :].to(dtype) * inputs.key_scale)
@@ -219,19 +219,20 @@ def _chunk(inputs: Inputs, span: slice, seen: Tensor) -> Chunk:
     visible = key.new_ones(key.shape[0], 1, 1, length, length).tril()
     if mask is not None:
         visible = visible * mask[..., span, :].mT
-    phi_query = weigh(monomials(query, inputs.blocks), inputs.weight)
-    phi_key = monomials(key, inputs.blocks)
-    scores = inner(phi_query, phi_key) * visible
-    return Chunk(query, key, value, phi_query, phi_key, scores, visible, seen + visible.sum(-1, keepdim=True))
+    at_query, at_key = evaluator.evaluate(query), evaluator.evaluate(key)
+    phi_query = weigh(at_query.phi, inputs.weight)
+    scores = inner(phi_query, at_key.phi) * visible
+    seen = seen + visible.sum(-1, keepdim=True)
+    return Chunk(value, at_query, at_key, phi_query, scores, visible, seen)
 
 
 def _look_back(chunk: Chunk, sums: Sums, coefficients: Tensor) -> Rows:
     divisor = chunk.seen.clamp(min=1)
-    key_mean = (sums.key_sum + chunk.visible @ chunk.key) / divisor
+    key_mean = (sums.key_sum + chunk.visible @ chunk.at_key.x) / divisor
     value_mean = (sums.value_sum + chunk.visible @ chunk.value) / divisor
     numerator = chunk.scores @ chunk.value + apply_to_rows(chunk.phi_query, sums.feature_value)
     denominator = chunk.scores.sum(-1, keepdim=True) + apply_to_rows(chunk.phi_query, sums.feature_sum)
-    mean_logit = (chunk.query * key_mean).sum(-1, keepdim=True)
+    mean_logit = (chunk.at_query.x * key_mean).sum(-1, keepdim=True)
     guarded = guard(denominator, mean_logit, chunk.seen, coefficients)
     constant = torch.where(chunk.seen > 0, guarded.floored - denominator, 0.0) / divisor
     return Rows(numerator, denominator, key_mean, value_mean, mean_logit, guarded, constant)
@@ -243,8 +244,8 @@ def _output(found: Rows, seen: Tensor) -> Tensor:
 
 def _advance(chunk: Chunk, sums: Sums) -> Sums:
     return Sums(
-        sums.feature_value + sum_over_rows(chunk.phi_key, chunk.value),
-        sums.feature_sum + total_over_rows(chunk.phi_key),
-        sums.key_sum + chunk.key.sum(-2, keepdim=True),
+        sums.feature_value + sum_over_rows(chunk.at_key.phi, chunk.value),
+        sums.feature_sum + total_over_rows(chunk.at_key.phi),
+        sums.key_sum + chunk.at_key.x.sum(-2, keepdim=True),
         sums.value_sum + chunk.value.sum(-2, keepdim=True),
     )

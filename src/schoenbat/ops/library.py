@@ -14,18 +14,18 @@ import torch
 from torch import Tensor
 
 from schoenbat.ops import eager, eager_causal
-from schoenbat.ops.blocks import Blocks, MapGradients
+from schoenbat.ops.blocks import Blocks, Evaluator
 from schoenbat.ops.eager import Summary
 from schoenbat.ops.eager_causal import Inputs, Sums
 
 
 def _operator(name: str) -> Callable[[Callable[..., Any]], Any]:
-    """A custom operator inside which autocast is off: accumulation stays in float32."""
+    """A custom operator; inside nothing is recorded, and without autocast accumulation stays in float32."""
 
     def register(function: Callable[..., Any]) -> Any:
         @wraps(function)
         def without_autocast(first: Tensor, *rest: Any) -> Any:
-            with torch.autocast(first.device.type, enabled=False):
+            with torch.autocast(first.device.type, enabled=False), torch.no_grad():
                 return function(first, *rest)
 
         return torch.library.custom_op(f"schoenbat::{name}", without_autocast, mutates_args=())
@@ -69,12 +69,11 @@ def summarize_backward(
     key_scale: float,
     train_map: bool,
 ) -> list[Tensor]:
-    blocks = Blocks.from_layout(maps, layout)
-    to_map = MapGradients(blocks, train_map)
+    evaluator = Evaluator(Blocks.from_layout(maps, layout), train_map)
     to_key, to_value = eager.summarize_backward(
-        Summary(*grad), Summary(*summary), key, value, mask, blocks, key_scale, to_map
+        Summary(*grad), Summary(*summary), key, value, mask, evaluator, key_scale
     )
-    return [to_key, to_value, *to_map.as_list()]
+    return [to_key, to_value, *evaluator.gradients]
 
 
 @summarize_backward.register_fake
@@ -110,8 +109,10 @@ def read(
 ) -> Tensor:
     blocks = Blocks.from_layout(maps, layout)
     out = query.new_empty(*query.shape[:-1], summary[0].shape[-1])
-    for span, rows in eager.read(query, Summary(*summary), count, blocks, coefficients, query_scale):
-        out[..., span, :] = rows
+    value_mean = summary[3]
+    chunks = eager.read(query, Summary(*summary), count, blocks, coefficients, query_scale)
+    for span, numerator, denominator in chunks:
+        torch.addcdiv(value_mean, numerator, denominator, out=out[..., span, :])
     return out
 
 
@@ -133,13 +134,13 @@ def read_backward(
     query_scale: Tensor,
     layout: Sequence[int],
     train_map: bool,
+    train_scale: bool,
 ) -> list[Tensor]:
-    blocks = Blocks.from_layout(maps, layout)
-    to_map = MapGradients(blocks, train_map)
+    evaluator = Evaluator(Blocks.from_layout(maps, layout), train_map)
     to_query, to_summary, to_coefficients, to_scale = eager.read_backward(
-        grad, query, Summary(*summary), count, blocks, coefficients, query_scale, to_map
+        grad, query, Summary(*summary), count, coefficients, query_scale, evaluator, train_scale
     )
-    return [to_query, to_coefficients, to_scale, *to_summary, *to_map.as_list()]
+    return [to_query, to_coefficients, to_scale, *to_summary, *evaluator.gradients]
 
 
 @read_backward.register_fake
@@ -165,7 +166,8 @@ def _read_gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         coefficients,
         query_scale,
         ctx.layout,
-        any(ctx.needs_input_grad[3]),
+        any(ctx.needs_input_grad[3]) or ctx.needs_input_grad[4],
+        ctx.needs_input_grad[5],
     )
     return to_query, more[:4], None, more[4:], to_coefficients, to_scale, None
 
@@ -217,12 +219,12 @@ def scan_backward(
     train_map: bool,
 ) -> list[Tensor]:
     blocks = Blocks.from_layout(maps, layout)
-    to_map = MapGradients(blocks, train_map)
     inputs = Inputs(query, key, value, mask, count, blocks, weight, coefficients, query_scale, key_scale)
+    evaluator = Evaluator(blocks, train_map)
     to_query, to_key, to_value, small, to_sums = eager_causal.scan_backward(
-        grad[0], Sums(*grad[1:]), inputs, Sums(*sums), to_map
+        grad[0], Sums(*grad[1:]), inputs, Sums(*sums), evaluator
     )
-    return [to_query, to_key, to_value, *small, *to_sums, *to_map.as_list()]
+    return [to_query, to_key, to_value, *small, *to_sums, *evaluator.gradients]
 
 
 @scan_backward.register_fake
@@ -253,7 +255,7 @@ def _scan_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> No
 def _scan_gradient(ctx: Any, grad: list[Tensor]) -> tuple[Any, ...]:
     query, key, value, mask, count, *small = ctx.saved_tensors
     sums, maps = small[3:7], small[7:]
-    train_map = any(ctx.needs_input_grad[6]) or ctx.needs_input_grad[7]
+    train_map = any(ctx.needs_input_grad[6]) or any(ctx.needs_input_grad[7:9])
     grads = scan_backward(
         query, key, value, mask, count, grad, sums, maps, *small[:3], ctx.layout, ctx.key_scale, train_map
     )
