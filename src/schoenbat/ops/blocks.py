@@ -141,7 +141,7 @@ class Evaluated(NamedTuple):
 
     x: Tensor
     phi: Monomials
-    pairs: tuple[Tensor, ...]  # left and right factor of the pair monomials, where there are any
+    y: Tensor | None  # Pᵀx, where there are pair monomials
     tail: tuple[Tensor, ...]  # factors of the tail's features, level by level
 
 
@@ -157,7 +157,7 @@ class Evaluator:
         """The unweighted monomials of the rows of x."""
         blocks = self.blocks
         phi: list[Tensor] = []
-        pairs: tuple[Tensor, ...] = ()
+        y: Tensor | None = None
         tail: tuple[Tensor, ...] = ()
         if blocks.identity:
             phi.append(x.mT)
@@ -165,12 +165,11 @@ class Evaluator:
             phi.append(_project(x, blocks.linear))
         if blocks.num_pairs:
             y = _project(x, blocks.quadratic)
-            pairs = self.left @ y, self.right @ y
-            phi.append(pairs[0] * pairs[1])
+            phi.append(_pair_products(y, blocks.num_pairs))
         if blocks.degrees:
             tail = _project(x, blocks.tail).split(level_sizes(blocks.degrees), dim=-2)
             phi.append(_suffix_products(tail)[0])
-        return Evaluated(x, tuple(phi) or (x.mT[..., :0, :],), pairs, tail)
+        return Evaluated(x, tuple(phi) or (x.mT[..., :0, :],), y, tail)
 
     def backward(self, at: Evaluated, grad: Monomials) -> Tensor:
         """The gradient of x, given that of its monomials, which it may overwrite."""
@@ -181,8 +180,8 @@ class Evaluator:
             grad_x = parts.pop(0).mT
         elif blocks.linear.shape[-1]:
             grad_x = self._project_backward(at.x, blocks.linear, parts.pop(0), to_linear)
-        if blocks.num_pairs:
-            to_left, to_right = parts[0] * at.pairs[1], parts.pop(0).mul_(at.pairs[0])
+        if at.y is not None:
+            to_left, to_right = parts[0] * (self.right @ at.y), parts.pop(0).mul_(self.left @ at.y)
             grad_y = self.left.mT @ to_left + self.right.mT @ to_right
             more = self._project_backward(at.x, blocks.quadratic, grad_y, to_quadratic)
             grad_x = more if grad_x is None else more.add_(grad_x)
@@ -220,6 +219,16 @@ def sum_over_heads(parameter: Tensor, per_head: Tensor) -> Tensor:
 def _project(x: Tensor, weight: Tensor) -> Tensor:
     """``(B, H, G, n, d), (M, d, r) -> (B, H, G, r, n)``."""
     return weight.mT[:, None] @ x.mT
+
+
+def _pair_products(y: Tensor, count: int) -> Tensor:
+    """``y_i y_j`` for j ≤ i, row by row of y: the first so many of them."""
+    rows, ends = [], 0
+    for i in range(y.shape[-2]):
+        width = min(i + 1, count - ends)
+        rows.append(y[..., i : i + 1, :] * y[..., :width, :])
+        ends += width
+    return torch.cat(rows, dim=-2)
 
 
 def _pair_selections(count: int, directions: Tensor) -> tuple[Tensor, Tensor]:
