@@ -46,6 +46,6 @@ def table(rows: list[SpeedRow]) -> Table:
 
 
 if __name__ == "__main__":
-    measured = list(track(run(OPTIONS), "measuring", total=OPTIONS.total))
+    measured = list(track(run(OPTIONS), "measuring", total=OPTIONS.total, auto_refresh=False))
     write_results(RESULTS, "cpu", OPTIONS, measured)
     Console(width=100).print(table(measured))

@@ -151,7 +151,7 @@ def _track(rows: Iterable[Row], total: int, description: str) -> list[Row]:
 
 
 def _advance(progress: Progress, task: TaskID, step: int) -> None:
-    progress.update(task, completed=step)
+    progress.update(task, completed=step, refresh=True)
 
 
 def _progress() -> Progress:
@@ -161,6 +161,7 @@ def _progress() -> Progress:
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         console=console,
+        auto_refresh=False,  # a thread that redraws the bar would take time from what is being timed
     )
 
 

@@ -150,7 +150,6 @@ class Evaluator:
 
     def __init__(self, blocks: Blocks, train: bool = False) -> None:
         self.blocks, self.train = blocks, train
-        self.left, self.right = _pair_selections(blocks.num_pairs, blocks.quadratic)
         self.gradients = [torch.zeros_like(t) for t in blocks.maps]
 
     def evaluate(self, x: Tensor) -> Evaluated:
@@ -179,22 +178,22 @@ class Evaluator:
         if blocks.identity:
             grad_x = parts.pop(0).mT
         elif blocks.linear.shape[-1]:
-            grad_x = self._project_backward(at.x, blocks.linear, parts.pop(0), to_linear)
+            grad_x = self._project_backward(at.x, blocks.linear, parts.pop(0), to_linear, None)
         if at.y is not None:
-            to_left, to_right = parts[0] * (self.right @ at.y), parts.pop(0).mul_(self.left @ at.y)
-            grad_y = self.left.mT @ to_left + self.right.mT @ to_right
-            more = self._project_backward(at.x, blocks.quadratic, grad_y, to_quadratic)
-            grad_x = more if grad_x is None else more.add_(grad_x)
+            grad_y = _pairs_backward(at.y, parts.pop(0))
+            grad_x = self._project_backward(at.x, blocks.quadratic, grad_y, to_quadratic, grad_x)
         if blocks.degrees:
             grad_factors = _products_backward(at.tail, parts.pop(0))
-            more = self._project_backward(at.x, blocks.tail, grad_factors, to_tail)
-            grad_x = more if grad_x is None else more.add_(grad_x)
+            grad_x = self._project_backward(at.x, blocks.tail, grad_factors, to_tail, grad_x)
         return torch.zeros_like(at.x) if grad_x is None else grad_x
 
-    def _project_backward(self, x: Tensor, weight: Tensor, grad: Tensor, total: Tensor) -> Tensor:
+    def _project_backward(
+        self, x: Tensor, weight: Tensor, grad: Tensor, total: Tensor, grad_x: Tensor | None
+    ) -> Tensor:
         if self.train:
             total += sum_over_heads(weight, (x.mT @ grad.mT).sum((0, 2)))
-        return grad.mT @ weight.mT[:, None]
+        weight = weight.mT[:, None]
+        return grad.mT @ weight if grad_x is None else _add_product(grad_x, grad.mT, weight)
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
@@ -207,7 +206,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
     if b.shape[-1] == 1 or torch.is_grad_enabled():
         return total + product(a, b)
     b = b.expand(*a.shape[:-2], -1, -1)
-    total.flatten(0, -3).baddbmm_(a.flatten(0, -3), b.flatten(0, -3))
+    total.view(math.prod(total.shape[:-2]), *total.shape[-2:]).baddbmm_(a.flatten(0, -3), b.flatten(0, -3))
     return total
 
 
@@ -222,24 +221,31 @@ def _project(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _pair_products(y: Tensor, count: int) -> Tensor:
-    """``y_i y_j`` for j ≤ i, row by row of y: the first so many of them."""
-    rows, ends = [], 0
-    for i in range(y.shape[-2]):
-        width = min(i + 1, count - ends)
-        rows.append(y[..., i : i + 1, :] * y[..., :width, :])
-        ends += width
-    return torch.cat(rows, dim=-2)
+    """``y_i y_j`` for j ≤ i, the first so many of them, as products of one row with the rows up to it."""
+    widths = _pair_widths(count)
+    factors = [(y[..., i, None, :], y[..., :width, :]) for i, width in widths]
+    if torch.is_grad_enabled():
+        return torch.cat([left * right for left, right in factors], dim=-2)
+    products = y.new_empty(*y.shape[:-2], count, y.shape[-1])
+    rows = products.split([width for _, width in widths], dim=-2)
+    for (left, right), out in zip(factors, rows, strict=True):
+        torch.mul(left, right, out=out)
+    return products
 
 
-def _pair_selections(count: int, directions: Tensor) -> tuple[Tensor, Tensor]:
-    """Two 0/1 matrices ``(count, r)`` that pick the left and the right factors of pairs from r projections.
+def _pairs_backward(y: Tensor, grad: Tensor) -> Tensor:
+    grad_y = torch.zeros_like(y)
+    widths = _pair_widths(grad.shape[-2])
+    for (i, width), part in zip(widths, grad.split([w for _, w in widths], dim=-2), strict=True):
+        grad_y[..., i, :] += (part * y[..., :width, :]).sum(-2)
+        grad_y[..., :width, :].addcmul_(part, y[..., i, None, :])
+    return grad_y
 
-    A product with them is exact and several times faster than a gather on the CPU.
-    """
-    size, device = directions.shape[-1], directions.device
-    left, right = torch.tril_indices(size, size, device=device)[:, :count, None]
-    ids = torch.arange(size, device=device)
-    return (left == ids).to(directions.dtype), (right == ids).to(directions.dtype)
+
+def _pair_widths(count: int) -> list[tuple[int, int]]:
+    """With how many rows of y each row is paired: itself and those before it, until there are enough."""
+    rows = (math.isqrt(8 * count - 7) + 1) // 2
+    return [(i, min(i + 1, count - i * (i + 1) // 2)) for i in range(rows)]
 
 
 def _suffix_products(factors: Sequence[Tensor]) -> list[Tensor]:
