@@ -1,8 +1,13 @@
 """What holds for every test: a known global generator, and one thread."""
 
+import os
+
 import pytest
 import torch
 
+# Without a GPU the fused kernels run in Triton's interpreter.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 # Small tensors in several worker processes: more threads would only wait for each other.
 torch.set_num_threads(1)
 

@@ -9,6 +9,9 @@ from schoenbat.modules import SchoenbAt
 from schoenbat.registry import attention_names, build_attention
 
 
+CAUSAL = [name for name in attention_names() if name not in ("nystromformer", "skyformer")]
+
+
 @pytest.fixture
 def inputs():
     return torch.randn(3, 2, 2, 7, 8, generator=torch.Generator().manual_seed(0)).unbind()
@@ -18,15 +21,16 @@ def inputs():
 def test_every_attention_has_the_same_call(name, inputs):
     attention = build_attention(name, head_dim=8, num_heads=2, max_length=16)
     mask = torch.ones(2, 7, dtype=torch.bool)
-    output = attention(*inputs, key_mask=mask, query_mask=mask, is_causal=True, enable_gqa=False)
+    is_causal = name in CAUSAL
+    output = attention(*inputs, key_mask=mask, query_mask=mask, is_causal=is_causal, enable_gqa=False)
     assert output.shape == inputs[2].shape
     assert output.isfinite().all()
 
 
-@pytest.mark.parametrize("name", attention_names())
+@pytest.mark.parametrize("name", CAUSAL)
 def test_causal_makes_every_call_causal(name, inputs):
     torch.manual_seed(0)
-    attention = build_attention(f"{name}:causal=true", head_dim=8, num_heads=2)
+    attention = build_attention(f"{name}:causal=true", head_dim=8, num_heads=2).eval()
     query, key, value = inputs
     changed = value.clone()
     changed[:, :, 4:] += 1
@@ -35,6 +39,12 @@ def test_causal_makes_every_call_causal(name, inputs):
     assert not torch.allclose(before[:, :, 4:], after[:, :, 4:])
     copy = pickle.loads(pickle.dumps(attention))
     assert torch.equal(copy(query, key, value), before)
+
+
+@pytest.mark.parametrize("name", sorted({*attention_names()} - {*CAUSAL}))
+def test_what_has_no_causal_form_says_so(name, inputs):
+    with pytest.raises(ValueError, match="no causal form"):
+        build_attention(f"{name}:causal=true", head_dim=8, num_heads=2)(*inputs)
 
 
 def test_without_causal_the_future_is_seen(inputs):
@@ -60,9 +70,9 @@ def test_options_reach_the_class_with_their_types():
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("sofmax", "unknown attention 'sofmax'; known are softmax, schoenbat, mean, none"),
+        ("sofmax", "unknown attention 'sofmax'; known are softmax, reformer, .*, none"),
         ("", "unknown attention ''"),
-        ("softmax:temperature=2", "unknown option 'temperature' of attention 'softmax'; known are causal"),
+        ("softmax:temperature=2", "unknown option 'temperature' of attention 'softmax'; known are naive, qk_norm, dropout, causal"),
         ("schoenbat:head_dim=4", "unknown option 'head_dim' .* num_features, kernel, construction"),
         ("schoenbat:kernel", "has no value; write kernel=value"),
         ("mean:causal=yes", "causal of attention 'mean' is true or false, got 'yes'"),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from schoenbat.constructions import CONSTRUCTIONS, MAX_DEGREE, draw
 from schoenbat.kernels import DotProductKernel
 from schoenbat.kernels import kernel as get_kernel
-from schoenbat.ops.blocks import Blocks, FeatureMap, monomials, weigh
+from schoenbat.ops.blocks import Blocks, FeatureMap, may_keep, monomials, weigh
 from schoenbat.precision import refuse_half
 
 _MAPS = ("linear", "quadratic", "tail")
@@ -92,6 +92,7 @@ class MaclaurinFeatures(nn.Module):
                 "no floor; add an offset to it, for example polynomial(degree, offset=1.0)"
             )
         self.trainable = trainable
+        self._made: dict[torch.dtype, tuple[list[tuple[Tensor, int]], FeatureMap]] = {}
         like = torch.empty(0, device=device, dtype=_map_dtype(dtype))
         for name in (*_MAPS, "feature_weights"):
             self._hold(name, like, trainable and name != "feature_weights")
@@ -195,7 +196,22 @@ class MaclaurinFeatures(nn.Module):
         return both.reshape(*x.shape[:-1], self.num_features).to(x.dtype)
 
     def map(self, dtype: torch.dtype) -> FeatureMap:
-        """The map in the form in which attention executes it, in the given dtype."""
+        """The map in the form in which attention executes it, in the given dtype.
+
+        One that is not trained is made once and kept until its buffers change.
+        """
+        buffers = [getattr(self, name) for name in (*_MAPS, "feature_weights")]
+        if self.trainable or not may_keep(*buffers):
+            return self._make_map(dtype)
+        made_from = [(buffer, buffer._version) for buffer in buffers]
+        if dtype in self._made:
+            known, feature_map = self._made[dtype]
+            if all(a is b and i == j for (a, i), (b, j) in zip(known, made_from, strict=True)):
+                return feature_map
+        self._made[dtype] = made_from, self._make_map(dtype)
+        return self._made[dtype][1]
+
+    def _make_map(self, dtype: torch.dtype) -> FeatureMap:
         weights = self._weights(dtype)
         constants = self.degrees.count(0)
         # Filled on the device, not copied to it: a copy would synchronise and break a CUDA graph's capture.

@@ -5,11 +5,31 @@ from typing import Any
 
 from torch import nn
 
-from schoenbat.baselines import Mean, NoMixing, Softmax
+from schoenbat.baselines import (
+    RFA,
+    BigBird,
+    CosFormer,
+    Informer,
+    Mean,
+    NoMixing,
+    Nystromformer,
+    Performer,
+    Reformer,
+    Skyformer,
+    Softmax,
+)
 from schoenbat.modules import SchoenbAt
 
 _ATTENTIONS: dict[str, type[nn.Module]] = {
     "softmax": Softmax,
+    "reformer": Reformer,
+    "nystromformer": Nystromformer,
+    "skyformer": Skyformer,
+    "informer": Informer,
+    "bigbird": BigBird,
+    "cosformer": CosFormer,
+    "rfa": RFA,
+    "performer": Performer,
     "schoenbat": SchoenbAt,
     "mean": Mean,
     "none": NoMixing,

@@ -1,9 +1,16 @@
 """Softmax attention against the formula, written out in float64."""
 
+import copy
+
 import pytest
 import torch
+from oracle import gradients
 
+from schoenbat import SchoenbAt
 from schoenbat.baselines import Softmax
+
+KEY_MASK = torch.tensor([[1, 1, 0, 1, 0, 0], [0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0]], dtype=torch.bool)
+VARIANTS = [{}, {"naive": True}, {"qk_norm": True}, {"naive": True, "qk_norm": True}]
 
 
 def written_out(query, key, value, visible):
@@ -17,27 +24,99 @@ def inputs(num_queries=6, num_keys=6, heads=2, kv_heads=2, value_dim=5):
     return [torch.randn(3, *shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
 
+def make(**options):
+    """An attention with parameters that have left their first values."""
+    attention = Softmax(4, 2, **options)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in attention.parameters():
+        parameter.data += 0.03 * torch.randn(parameter.shape, generator=generator)
+    return attention.double()
+
+
+@pytest.mark.parametrize("naive", [False, True])
 @pytest.mark.parametrize("num_queries", [1, 4, 6, 9])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
-def test_equals_the_formula(num_queries, is_causal, masked):
+def test_equals_the_formula(naive, num_queries, is_causal, masked):
     query, key, value = inputs(num_queries)
-    key_mask = torch.tensor([[1, 1, 0, 1, 0, 0], [0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0]], dtype=torch.bool)
     visible = torch.ones(3, 1, num_queries, 6, dtype=torch.bool)
     if is_causal:  # the last query sees the last key
         positions = torch.arange(num_queries)[:, None] + 6 - num_queries
         visible = visible & (torch.arange(6) <= positions)
     if masked:
-        visible = visible & key_mask[:, None, None]
-    output = Softmax(4, 2)(query, key, value, key_mask=key_mask if masked else None, is_causal=is_causal)
+        visible = visible & KEY_MASK[:, None, None]
+    attention = Softmax(4, 2, naive=naive)
+    output = attention(query, key, value, key_mask=KEY_MASK if masked else None, is_causal=is_causal)
     torch.testing.assert_close(output, written_out(query, key, value, visible))
 
 
-def test_rows_without_a_key_have_finite_gradients():
-    tensors = [x.requires_grad_() for x in inputs()]
+@pytest.mark.parametrize("naive", [False, True])
+def test_normalised_equals_the_formula(naive):
+    query, key, value = inputs(value_dim=4)
+    attention = make(naive=naive, qk_norm=True)
+
+    def unit(x):
+        x = x - x.mean(-1, keepdim=True)
+        return x / x.norm(dim=-1, keepdim=True)
+
+    scale = 4 * (20 * attention.rho).exp()[:, None, None]
+    a = (scale * unit(query) @ unit(key).mT).softmax(-1) @ value
+    gamma, beta = attention.post.gamma[:, None], attention.post.beta[:, None]
+    expected = gamma * a * (a.square() + 1e-6).pow((beta - 1) / 2)
+    torch.testing.assert_close(attention(query, key, value), expected)
+
+
+def test_normalised_is_schoenbat_with_the_exact_kernel():
+    """Same parameters by the same names; only what a finite map gets wrong is left between the two."""
+    query, key, value = (torch.randn(2, 2, 40, 4) for _ in range(3))
+    exact = Softmax(4, 2, qk_norm=True)
+    exact.rho.data.copy_(torch.tensor([-0.08, -0.06]))
+    exact.post.gamma.data.uniform_(0.5, 2)
+    errors = []
+    for num_features in (64, 4096):
+        approximate = SchoenbAt(4, 2, num_features, seed=0)
+        approximate.load_state_dict(approximate.state_dict() | exact.state_dict())
+        torch.testing.assert_close(approximate.scale, exact.scale)
+        difference = approximate(query, key, value) - exact(query, key, value)
+        errors.append(difference.abs().mean() / exact(query, key, value).abs().mean())
+    assert errors[1] < errors[0] / 4
+    assert errors[1] < 0.05
+
+
+@pytest.mark.parametrize("options", VARIANTS)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_gradients_are_those_of_the_formula(options, is_causal):
+    tensors = [x[:, :, :4].requires_grad_() for x in inputs(value_dim=4)]
+    attention = make(**options)
+    mask = torch.tensor([[1, 1, 0, 1], [0, 1, 1, 1], [0, 0, 0, 0]], dtype=torch.bool)
+
+    def call(*tensors):
+        return attention(*tensors, key_mask=mask, is_causal=is_causal)
+
+    assert torch.autograd.gradcheck(call, tensors)
+
+
+def test_naive_keeps_no_scores_for_the_backward_pass():
+    query, key, value = (torch.randn(1, 1, 256, 4, requires_grad=True) for _ in range(3))
+    sizes = []
+
+    def note(x):
+        sizes.append(x.numel())
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        output = Softmax(4, 1, naive=True)(query, key, value)
+    assert max(sizes, default=0) < 256 * 256
+    output.sum().backward()
+    assert query.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("options", VARIANTS)
+def test_rows_without_a_key_have_finite_gradients(options):
+    tensors = [x.requires_grad_() for x in inputs(value_dim=4)]
     key_mask = torch.zeros(3, 6, dtype=torch.bool)
     key_mask[0, 3:] = True
-    output = Softmax(4, 2)(*tensors, key_mask=key_mask, is_causal=True)
+    output = make(**options)(*tensors, key_mask=key_mask, is_causal=True)
     assert torch.equal(output[0, :, :3], torch.zeros_like(output[0, :, :3]))
     assert output[0, :, 3:].abs().min() > 0
     output.square().sum().backward()
@@ -46,11 +125,52 @@ def test_rows_without_a_key_have_finite_gradients():
         assert torch.equal(x.grad[1:], torch.zeros_like(x.grad[1:]))
 
 
-def test_padded_is_truncated():
-    query, key, value = inputs()
-    key_mask = torch.arange(6).expand(3, 6) < 4
-    padded = Softmax(4, 2)(query, key, value, key_mask=key_mask)
-    torch.testing.assert_close(padded, Softmax(4, 2)(query, key[:, :, :4], value[:, :, :4]))
+@pytest.mark.parametrize("options", VARIANTS)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_padded_is_truncated_whatever_is_masked(options, is_causal):
+    query, key, value = inputs(value_dim=4)
+    attention = make(**options)
+    padded = [x.clone() for x in (query, key, value)]
+    for x in padded[1:]:
+        x[:, :, 4:] = torch.nan
+    short = [x[:, :, :4].clone().requires_grad_() for x in (query, key, value)]
+    padded = [x.requires_grad_() for x in padded]
+    mask = torch.arange(6).expand(3, 6) < 4
+    got, got_grads = gradients(
+        lambda: attention(*padded, key_mask=mask, is_causal=is_causal)[:, :, :4], padded
+    )
+    expected, expected_grads = gradients(lambda: attention(*short, is_causal=is_causal), short)
+    torch.testing.assert_close(got, expected)
+    for a, b in zip(got_grads, expected_grads, strict=True):
+        torch.testing.assert_close(a[:, :, :4], b)
+        assert (a[:, :, 4:] == 0).all()
+
+
+@pytest.mark.parametrize("naive", [False, True])
+def test_dropout_thins_out_the_weights_in_training_only(naive):
+    query, key, _ = inputs()
+    attention = Softmax(4, 2, naive=naive, dropout=0.4)
+    one_hot = torch.eye(6, dtype=torch.float64).expand(3, 2, 6, 6)
+    weights = Softmax(4, 2)(query, key, one_hot)
+    assert torch.equal(attention.eval()(query, key, one_hot), Softmax(4, 2, naive=naive)(query, key, one_hot))
+    attention.train()
+    thinned = torch.stack([attention(query, key, one_hot) for _ in range(200)])
+    kept = thinned != 0
+    torch.testing.assert_close(thinned, torch.where(kept, weights / 0.6, 0.0))
+    # 43,200 weights: the share has a standard deviation of 0.0024.
+    assert abs(kept.double().mean() - 0.6) < 0.01
+
+
+def test_dropout_is_the_same_when_scores_are_formed_again():
+    tensors = [x.requires_grad_() for x in inputs()]
+    attention = Softmax(4, 2, naive=True, dropout=0.5)
+    identity = torch.eye(6, dtype=torch.float64).expand(3, 2, 6, 6)
+    torch.manual_seed(0)
+    weights = attention(tensors[0], tensors[1], identity).detach()
+    torch.manual_seed(0)
+    _, (_, _, value_grad) = gradients(lambda: attention(*tensors), tensors)
+    direction = torch.randn(3, 2, 6, 5, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    torch.testing.assert_close(value_grad, weights.mT @ direction)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -59,3 +179,41 @@ def test_query_heads_share_key_heads(is_causal):
     shared = Softmax(4, 4)(query, key, value, is_causal=is_causal, enable_gqa=True)
     repeated = [x.repeat_interleave(2, dim=1) for x in (key, value)]
     torch.testing.assert_close(shared, Softmax(4, 4)(query, *repeated, is_causal=is_causal))
+
+
+@pytest.mark.parametrize("options", VARIANTS)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_bfloat16_is_close_to_float32(options, autocast):
+    query, key, value = (torch.randn(2, 2, 50, 16) for _ in range(3))
+    attention = Softmax(16, 2, **options)
+    expected = attention(query, key, value)
+    with torch.autocast("cpu", enabled=autocast):
+        dtype = torch.float32 if autocast else torch.bfloat16
+        got = attention(query.to(dtype), key.to(dtype), value.to(dtype))
+    assert got.dtype == torch.bfloat16
+    assert (got - expected).norm() / expected.norm() < 0.02
+
+
+@pytest.mark.parametrize("options", VARIANTS)
+def test_no_keys_give_zeros(options):
+    query, key, value = inputs(num_keys=0, value_dim=4)
+    assert torch.equal(make(**options)(query, key, value), torch.zeros_like(query))
+    assert make(**options)(query[:, :, :0], key, value).shape == (3, 2, 0, 4)
+
+
+@pytest.mark.parametrize("options", VARIANTS)
+def test_a_compiled_module_equals_the_eager_one(options):
+    attention = make(**options)
+    compiled = torch.compile(copy.deepcopy(attention), fullgraph=True, backend="aot_eager")
+    tensors = [x.requires_grad_() for x in inputs(value_dim=4)]
+    expected, expected_grads = gradients(lambda: attention(*tensors, key_mask=KEY_MASK), tensors)
+    got, got_grads = gradients(lambda: compiled(*tensors, key_mask=KEY_MASK), tensors)
+    torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(got_grads, expected_grads)
+
+
+def test_its_text_names_the_options_that_are_set():
+    assert repr(Softmax(4, 2)) == "Softmax(head_dim=4, num_heads=2)"
+    assert repr(Softmax(4, 2, naive=True, dropout=0.1)) == (
+        "Softmax(head_dim=4, num_heads=2, naive=True, dropout=0.1)"
+    )

@@ -2,10 +2,13 @@
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
+
+from schoenbat.baselines.baseline import Baseline
+from schoenbat.baselines.softmax import zero_masked
 
 
-class Mean(nn.Module):
+class Mean(Baseline):
     """Every query gets the plain average of the values it may see, whatever the logits.
 
     A row that sees no key gives zeros. Causal averaging aligns the last query with the last key.
@@ -16,45 +19,19 @@ class Mean(nn.Module):
     [1.0, 2.0, 4.0]
     """
 
-    def __init__(self, head_dim: int, num_heads: int) -> None:
-        super().__init__()
-        self.head_dim = head_dim
-        self.num_heads = num_heads
-
-    def forward(
+    def attend(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        *,
-        key_mask: Tensor | None = None,
-        query_mask: Tensor | None = None,
-        is_causal: bool = False,
-        enable_gqa: bool = False,
+        key_mask: Tensor | None,
+        query_mask: Tensor | None,
+        is_causal: bool,
     ) -> Tensor:
-        """Average ``value`` ``(B, H, n_k, d)`` over the keys where ``key_mask`` ``(B, n_k)`` is True."""
-        num_queries, num_keys = query.shape[-2], value.shape[-2]
-        # Sums of many 16-bit values would lose most of them.
-        values = _for_each_head(value, query, enable_gqa).to(torch.promote_types(value.dtype, torch.float32))
-        taking_part = values.new_ones(1, 1, num_keys, 1)
-        if key_mask is not None:
-            taking_part = key_mask[:, None, :, None].to(values.dtype)
-            # Not a product: a masked value may be NaN, and NaN times zero is NaN.
-            values = values.masked_fill(~key_mask[:, None, :, None], 0.0)
-        if is_causal:
-            last_key = torch.arange(num_keys - num_queries, num_keys, device=query.device)
-            total = _prefix_sum(values, last_key)
-            count = _prefix_sum(taking_part, last_key)
-        else:
-            total = values.sum(-2, keepdim=True).expand(*values.shape[:-2], num_queries, -1)
-            count = taking_part.sum(-2, keepdim=True)
-        return (total / count.clamp(min=1)).to(value.dtype)
-
-    def extra_repr(self) -> str:
-        return f"head_dim={self.head_dim}, num_heads={self.num_heads}"
+        return average(value, key_mask, query.shape[-2], is_causal)
 
 
-class NoMixing(nn.Module):
+class NoMixing(Baseline):
     """Every position gets its own value back, so that nothing passes from one token to another.
 
     It is attention in which a token sees itself alone: a position that ``key_mask`` leaves out gives zeros.
@@ -64,38 +41,37 @@ class NoMixing(nn.Module):
     True
     """
 
-    def __init__(self, head_dim: int, num_heads: int) -> None:
-        super().__init__()
-        self.head_dim = head_dim
-        self.num_heads = num_heads
+    needs_equal_lengths = True
 
-    def forward(
+    def attend(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        *,
-        key_mask: Tensor | None = None,
-        query_mask: Tensor | None = None,
-        is_causal: bool = False,
-        enable_gqa: bool = False,
+        key_mask: Tensor | None,
+        query_mask: Tensor | None,
+        is_causal: bool,
     ) -> Tensor:
-        """Return ``value`` ``(B, H, n, d)``, zero where ``key_mask`` ``(B, n)`` is False."""
-        if query.shape[-2] != value.shape[-2]:
-            raise ValueError(
-                f"no mixing gives each query its own value, but there are {query.shape[-2]} queries and "
-                f"{value.shape[-2]} values; use it for self-attention only"
-            )
-        values = _for_each_head(value, query, enable_gqa)
-        return values if key_mask is None else values.masked_fill(~key_mask[:, None, :, None], 0.0)
-
-    def extra_repr(self) -> str:
-        return f"head_dim={self.head_dim}, num_heads={self.num_heads}"
+        return value if key_mask is None else zero_masked(value, key_mask)
 
 
-def _for_each_head(value: Tensor, query: Tensor, enable_gqa: bool) -> Tensor:
-    """The values of every query head; with ``enable_gqa`` a group of them shares one head of values."""
-    return value.repeat_interleave(query.shape[-3] // value.shape[-3], dim=-3) if enable_gqa else value
+def average(value: Tensor, key_mask: Tensor | None, num_queries: int, is_causal: bool) -> Tensor:
+    """The mean of the values that each query sees: ``(B, H, n_k, d) -> (B, H, n_q, d)``."""
+    num_keys = value.shape[-2]
+    # Sums of many 16-bit values would lose most of them.
+    values = value.to(torch.promote_types(value.dtype, torch.float32))
+    taking_part = values.new_ones(1, 1, num_keys, 1)
+    if key_mask is not None:
+        taking_part = key_mask[:, None, :, None].to(values.dtype)
+        values = zero_masked(values, key_mask)
+    if is_causal:
+        last_key = torch.arange(num_keys - num_queries, num_keys, device=value.device)
+        total = _prefix_sum(values, last_key)
+        count = _prefix_sum(taking_part, last_key)
+    else:
+        total = values.sum(-2, keepdim=True).expand(*values.shape[:-2], num_queries, -1)
+        count = taking_part.sum(-2, keepdim=True)
+    return (total / count.clamp(min=1)).to(value.dtype)
 
 
 def _prefix_sum(x: Tensor, last: Tensor) -> Tensor:

@@ -1,65 +1,152 @@
 """Softmax attention, exact and quadratic: the baseline of every comparison."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from schoenbat.baselines.baseline import Baseline
+from schoenbat.modules import _FIRST_SCALE, _SCALE_SPEED
+from schoenbat.normalization import PostSBN, PreSBN
 
 
-class Softmax(nn.Module):
+class Softmax(Baseline):
     """``softmax(Q Kᵀ / √d) V`` by ``F.scaled_dot_product_attention``.
 
     A row that sees no key gives zeros and finite gradients. Causal attention aligns the last query with the
     last key.
 
-    >>> attention = Softmax(head_dim=8, num_heads=2)
-    >>> query, key, value = torch.randn(3, 1, 2, 5, 8).unbind()
-    >>> attention(query, key, value, is_causal=True).shape
-    torch.Size([1, 2, 5, 8])
+    Args:
+        head_dim: d.
+        num_heads: H.
+        naive: form the scores in float32 and form them again in the backward pass, as the attention did that
+            the paper of SchoenbAt normalises its times by.
+        qk_norm: compute ``postSBN(softmax(s · preSBN(Q) preSBN(K)ᵀ) V)`` with the normalisations of
+            `SchoenbAt` and its learned scale of each head, ``s = 4·exp(20ρ)``: all that `SchoenbAt` does but
+            for its feature map. Values are then of width head_dim.
+        dropout: the share of attention weights set to zero in training.
+
+    Example:
+        >>> attention = Softmax(head_dim=8, num_heads=2)
+        >>> query, key, value = torch.randn(3, 1, 2, 5, 8).unbind()
+        >>> attention(query, key, value, is_causal=True).shape
+        torch.Size([1, 2, 5, 8])
     """
 
-    def __init__(self, head_dim: int, num_heads: int) -> None:
-        super().__init__()
-        self.head_dim = head_dim
-        self.num_heads = num_heads
+    def __init__(
+        self,
+        head_dim: int,
+        num_heads: int,
+        *,
+        naive: bool = False,
+        qk_norm: bool = False,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__(head_dim, num_heads)
+        self.naive, self.dropout = naive, dropout
+        self.query_norm = PreSBN("token") if qk_norm else None
+        self.key_norm = PreSBN("token") if qk_norm else None
+        self.rho = nn.Parameter(torch.zeros(num_heads)) if qk_norm else None
+        self.post = PostSBN(num_heads, head_dim) if qk_norm else None
 
-    def forward(
+    @property
+    def scale(self) -> float | Tensor:
+        """The logit scale: ``1/√d``, or with ``qk_norm`` a tensor ``(num_heads,)``."""
+        if self.rho is None:
+            return 1 / math.sqrt(self.head_dim)
+        rho = self.rho.to(torch.promote_types(self.rho.dtype, torch.float32))
+        return _FIRST_SCALE * (_SCALE_SPEED * rho).exp()
+
+    def attend(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        *,
-        key_mask: Tensor | None = None,
-        query_mask: Tensor | None = None,
-        is_causal: bool = False,
-        enable_gqa: bool = False,
+        key_mask: Tensor | None,
+        query_mask: Tensor | None,
+        is_causal: bool,
     ) -> Tensor:
-        """Attend over the keys.
-
-        Args:
-            query: ``(B, H, n_q, head_dim)``.
-            key: ``(B, H, n_k, head_dim)``.
-            value: ``(B, H, n_k, value_dim)``.
-            key_mask: bool ``(B, n_k)``, True where a key takes part.
-            query_mask: has no effect here; other attentions leave padded queries out of their statistics.
-            is_causal: let each query see the keys up to its own position only.
-            enable_gqa: let groups of query heads share one head of keys and values.
-        """
-        num_queries, num_keys = query.shape[-2], key.shape[-2]
-        if key_mask is None and (not is_causal or num_queries == num_keys):
-            return F.scaled_dot_product_attention(
-                query, key, value, is_causal=is_causal, enable_gqa=enable_gqa
-            )
-        mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device)
-        if is_causal:
-            mask = mask.tril(num_keys - num_queries)
         if key_mask is not None:
-            mask = mask & key_mask[:, None, None, :]
-        # Some backends give NaN for a row without a key, so it attends everywhere and is then cleared.
-        sees_a_key = mask.any(-1, keepdim=True)
-        output = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask | ~sees_a_key, enable_gqa=enable_gqa
-        )
-        return output.masked_fill(~sees_a_key, 0.0)
+            key, value = (zero_masked(x, key_mask) for x in (key, value))
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        scale = self.scale
+        if isinstance(scale, Tensor):
+            query, scale = (query * scale[:, None, None]).to(key.dtype), 1.0
+        rate = self.dropout if self.training else 0.0
+        lengths = query.shape[-2], key.shape[-2]
+        if self.naive:
+            visible = _visible(lengths, key_mask, is_causal, key.device)
+            output = checkpoint(_form_scores, query, key, value, visible, scale, rate, use_reentrant=False)
+        elif key_mask is None and is_causal and lengths[0] == lengths[1]:
+            # Said so, the kernels skip the future instead of reading a mask.
+            output = F.scaled_dot_product_attention(
+                query, key, value, is_causal=True, scale=scale, dropout_p=rate
+            )
+        else:
+            visible = _visible(lengths, key_mask, is_causal, key.device)
+            output = attend_visible(query, key, value, visible, scale, rate)
+        return output if self.post is None else self.post(output)
 
     def extra_repr(self) -> str:
-        return f"head_dim={self.head_dim}, num_heads={self.num_heads}"
+        options = {"naive": self.naive, "qk_norm": self.post is not None, "dropout": self.dropout}
+        return super().extra_repr() + "".join(f", {name}={value}" for name, value in options.items() if value)
+
+
+def zero_masked(x: Tensor, mask: Tensor) -> Tensor:
+    """Zero ``x`` ``(B, H, n, d)`` where ``mask`` ``(B, n)`` is False; a weight of 0 would let NaN through."""
+    return x.masked_fill(~mask[:, None, :, None], 0.0)
+
+
+def attend_visible(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: Tensor | None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Softmax attention over the keys where ``visible``, ``(..., n_q or 1, n_k)``, is True (None: over all).
+
+    A row that sees no key gives zeros and finite gradients.
+    """
+    if visible is None:
+        return F.scaled_dot_product_attention(query, key, value, scale=scale, dropout_p=dropout)
+    # Some backends give NaN for a row without a key, so it attends everywhere and is then cleared.
+    sees_a_key = visible.any(-1, keepdim=True)
+    output = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=visible | ~sees_a_key, scale=scale, dropout_p=dropout
+    )
+    return output.masked_fill(~sees_a_key, 0.0)
+
+
+def _visible(
+    lengths: tuple[int, int], key_mask: Tensor | None, is_causal: bool, device: torch.device
+) -> Tensor | None:
+    """None where every query sees every key; else bool ``(B or 1, 1, n_q or 1, n_k)``."""
+    visible = None if key_mask is None else key_mask[:, None, None, :]
+    if is_causal:
+        num_queries, num_keys = lengths
+        past = torch.ones(1, 1, num_queries, num_keys, dtype=torch.bool, device=device)
+        past = past.tril(num_keys - num_queries)
+        visible = past if visible is None else past & visible
+    return visible
+
+
+def _form_scores(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scale: float, dropout: float
+) -> Tensor:
+    """The formula as it stands, in float32 at least."""
+    dtype = torch.promote_types(value.dtype, torch.float32)
+    with torch.autocast(value.device.type, enabled=False):
+        scores = query.to(dtype) @ key.to(dtype).mT * scale
+        if visible is not None:
+            # Of all equal scores comes no NaN, as it would of -inf alone.
+            sees_a_key = visible.any(-1, keepdim=True)
+            scores = scores.masked_fill(~visible & sees_a_key, -torch.inf)
+        weights = F.dropout(scores.softmax(-1), dropout)
+        if visible is not None:
+            weights = weights.masked_fill(~sees_a_key, 0.0)
+        return (weights @ value.to(dtype)).to(value.dtype)

@@ -68,6 +68,18 @@ class FeatureMap(NamedTuple):
         return math.sqrt(self.scale)
 
 
+def may_keep(*tensors: Tensor) -> bool:
+    """Whether what is made from these tensors now may be used again in a later call.
+
+    Not what a compiler traces, a transform wraps, a CUDA graph will fill at its replay, or autograd records.
+    """
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    if any(t.requires_grad or t.is_inference() or type(t) is not Tensor for t in tensors):
+        return False
+    return not (tensors[0].is_cuda and torch.cuda.is_current_stream_capturing())
+
+
 def level_sizes(degrees: Sequence[int]) -> list[int]:
     """How many of the tail's features have a factor at level 0, 1, ...: always the last so many of them."""
     return [sum(degree > level for degree in degrees) for level in range(max(degrees, default=0))]

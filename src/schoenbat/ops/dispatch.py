@@ -4,6 +4,8 @@ Shapes are those of `eager`: query ``(B, H, G, n_q, d)``, key and value ``(B, H,
 bool ``(B, 1, 1, n_k, 1)``, count int64 ``(B, 1, 1, 1, 1)``, query_scale ``(H, G, 1, 1)``.
 """
 
+import importlib.util
+import os
 from typing import Literal, get_args
 
 import torch
@@ -17,17 +19,43 @@ from schoenbat.ops.eager_causal import Inputs, Sums
 
 Implementation = Literal["auto", "reference", "eager", "triton"]
 
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+# Triton's interpreter runs kernels on the CPU, slowly: for tests.
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
-def choose(implementation: str) -> str:
-    """``"reference"`` or ``"eager"``; what was asked for by name is never replaced by something else."""
+
+def choose(implementation: str, obstacle: str | None, device: torch.device) -> str:
+    """``"reference"``, ``"eager"`` or ``"triton"``; what was asked for by name is never replaced by another.
+
+    `obstacle` says what keeps the fused kernels from running this call, if anything does.
+    """
     if implementation not in get_args(Implementation):
         known = ", ".join(repr(name) for name in get_args(Implementation))
         raise ValueError(f"unknown implementation {implementation!r}; known: {known}")
-    if implementation == "triton":
+    if implementation == "triton" and obstacle is not None:
         raise NotImplementedError(
-            "implementation='triton' does not exist yet; use 'auto' or 'eager', which run on any device"
+            f"implementation='triton' cannot run this call: {obstacle}; use 'auto' or 'eager', which can"
         )
-    return "eager" if implementation == "auto" else implementation
+    if implementation != "auto":
+        return implementation
+    return "triton" if device.type == "cuda" and obstacle is None else "eager"
+
+
+def _obstacle(query: Tensor, value: Tensor, feature_map: FeatureMap, is_causal: bool) -> str | None:
+    """Why the fused kernels cannot run a call; None if they can."""
+    if not (_HAS_TRITON and (query.is_cuda or _INTERPRETED)):
+        return f"it needs the package triton and a CUDA device, the query is on {query.device}"
+    if is_causal:
+        return "it has no causal form yet"
+    if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"it knows float16, bfloat16 and float32, the query is {query.dtype}"
+    if max(query.shape[-1], value.shape[-1]) > 256:
+        return f"heads are at most 256 wide, got {query.shape[-1]} and {value.shape[-1]}"
+    if any(t.requires_grad for t in (*feature_map.blocks.maps, feature_map.weight)):
+        return "it gives no gradients to a trainable map yet"
+    if not _as_operators():
+        return "it has no derivative under torch.func transforms"
+    return None
 
 
 def attend(
@@ -42,7 +70,11 @@ def attend(
     implementation: str,
 ) -> Tensor:
     """Attention over the whole sequence; causal with n_q ≠ n_k aligns the last query with the last key."""
-    if choose(implementation) == "reference":
+    obstacle = _obstacle(query, value, feature_map, is_causal)
+    chosen = choose(implementation, obstacle, query.device)
+    if chosen == "triton":
+        return _attend_fused(query, key, value, mask, feature_map, query_scale)
+    if chosen == "reference":
         visible = _visible(query, key, mask, is_causal)
         q, k, v = (x.to(feature_map.weight.dtype) for x in (query, key, value))
         out = reference.attend(q, k, v, visible, *feature_map[:3], query_scale, feature_map.key_scale)
@@ -94,11 +126,28 @@ def step(
 ) -> tuple[Tensor, Sums]:
     """Causal attention of n new tokens to those in the sums and to one another; the sums after them."""
     shared = mask, count, *feature_map[:3], query_scale, feature_map.key_scale
-    if choose(implementation) == "reference":
+    if choose(implementation, "it has no decode step yet", query.device) == "reference":
         q, k, v = (x.to(feature_map.weight.dtype) for x in (query, key, value))
         out, after = reference.step(q, k, v, *shared, sums)
         return out.to(query.dtype), Sums(*after)
     return _scan(Inputs(query, key, value, *shared), sums)
+
+
+def _attend_fused(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    feature_map: FeatureMap,
+    query_scale: Tensor,
+) -> Tensor:
+    from schoenbat.ops.triton import launch, plan
+    from schoenbat.ops.triton import library as fused
+
+    blocks, weight, coefficients = feature_map[:3]
+    planned = plan.plan_for(blocks, weight, query.dtype, launch.padded(query.shape[-1]))
+    small = coefficients, query_scale, planned.flags, feature_map.key_scale
+    return fused.attend(query, key, value, mask, planned.tensors, *small)[0]
 
 
 def _attend_causal(

@@ -1,0 +1,155 @@
+"""Informer's ProbSparse attention: exact for the queries that seem to need it, an average for the others."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from schoenbat.baselines.baseline import Baseline
+from schoenbat.baselines.controls import average
+from schoenbat.baselines.softmax import attend_visible, zero_masked
+from schoenbat.precision import refuse_half
+
+
+class Informer(Baseline):
+    """ProbSparse attention: softmax for the u queries farthest from uniform attention, the mean for the rest.
+
+    Every query is measured on s sampled keys,
+
+        ``M(q) = max_j ⟨q, k_j⟩ / √d − mean_j ⟨q, k_j⟩ / √d``,
+
+    the u queries of largest M attend exactly, and every other one gets the mean of the values it sees. With
+    no more than u queries it is softmax attention. The cost is ``O(n (u + s) d)``.
+
+    The s keys are one from each of s equal stretches of the keys that take part (all of them where they are
+    few), drawn anew at each call in training and fixed by the seed in eval. When causal, no query mixes keys
+    or values of its future, but which queries are chosen depends on the whole sequence, as in the paper.
+
+    Zhou, Zhang, Peng, Zhang, Li, Xiong, Zhang: "Informer: Beyond Efficient Transformer for Long Sequence
+    Time-Series Forecasting", 2021.
+
+    Args:
+        head_dim: d.
+        num_heads: H.
+        num_queries: u.
+        num_samples: s.
+        seed: of the sample.
+
+    Example:
+        >>> attention = Informer(head_dim=8, num_heads=2, num_queries=16, num_samples=16)
+        >>> query, key, value = torch.randn(3, 1, 2, 100, 8).unbind()
+        >>> attention(query, key, value).shape
+        torch.Size([1, 2, 100, 8])
+    """
+
+    offsets: Tensor  # (H, s), in [0, 1)
+
+    def __init__(
+        self, head_dim: int, num_heads: int, *, num_queries: int = 128, num_samples: int = 128, seed: int = 0
+    ) -> None:
+        super().__init__(head_dim, num_heads)
+        self.num_queries, self.num_samples = num_queries, num_samples
+        generator = torch.Generator("cpu").manual_seed(seed)
+        offsets = torch.rand(num_heads, num_samples, generator=generator, device="cpu")
+        self.register_buffer("offsets", offsets)
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_mask: Tensor | None,
+        query_mask: Tensor | None,
+        is_causal: bool,
+    ) -> Tensor:
+        num_queries, num_keys = query.shape[-2], key.shape[-2]
+        if query_mask is not None:
+            query = zero_masked(query, query_mask)
+        if key_mask is not None:
+            key, value = (zero_masked(x, key_mask) for x in (key, value))
+        chosen = self._choose(query, key, key_mask, query_mask)  # (B, H, u)
+        visible = None if key_mask is None else key_mask[:, None, None, :]
+        if is_causal:
+            past = torch.arange(num_keys, device=key.device) <= chosen.unsqueeze(-1) + (
+                num_keys - num_queries
+            )
+            visible = past if visible is None else past & visible
+        exact = attend_visible(take_rows(query, chosen), key, value, visible)
+        others = average(value, key_mask, num_queries, is_causal)
+        return others.scatter(-2, chosen.unsqueeze(-1).expand_as(exact), exact)
+
+    @torch.no_grad()
+    def _choose(
+        self, query: Tensor, key: Tensor, key_mask: Tensor | None, query_mask: Tensor | None
+    ) -> Tensor:
+        """The positions of the queries that attend exactly, ``(B, H, u)``."""
+        if query.shape[-2] <= self.num_queries:
+            return torch.arange(query.shape[-2], device=query.device).expand(query.shape[:-1])
+        measure = self._measure(query, key, key_mask)
+        if query_mask is not None:
+            measure = measure.masked_fill(~query_mask[:, None], -torch.inf)
+        return measure.topk(self.num_queries).indices
+
+    def _measure(self, query: Tensor, key: Tensor, key_mask: Tensor | None) -> Tensor:
+        """M of every query but for the factor ``1/√d``, which orders nothing: ``(B, H, n_q)``."""
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        if key.shape[-2] == 0:
+            return query.new_zeros(query.shape[:-1], dtype=dtype)
+        position, is_drawn = self._sample(key.shape[-2], key_mask)
+        sampled = take_rows(key, position).to(dtype)
+        with torch.autocast(query.device.type, enabled=False):
+            logits = query.to(dtype) @ sampled.mT  # (B, H, n_q, s)
+        missing = ~is_drawn.unsqueeze(-2)
+        count = is_drawn.sum(-1, keepdim=True).clamp(min=1)
+        mean = logits.masked_fill(missing, 0.0).sum(-1) / count
+        return logits.masked_fill(missing, -torch.inf).amax(-1) - mean
+
+    def _sample(self, num_keys: int, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Positions of sampled keys, and which of them are any: ``(B or 1, H, s)`` both."""
+        offsets = torch.rand_like(self.offsets) if self.training else self.offsets
+        if key_mask is None:
+            return spread(offsets, torch.full((1, 1, 1), num_keys, device=offsets.device))
+        rank, is_drawn = spread(offsets, key_mask.sum(-1).view(-1, 1, 1))
+        return torch.take_along_dim(taking_part_first(key_mask)[:, None], rank, -1), is_drawn
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Informer":
+        """Half precision would move the sample."""
+        return super()._apply(refuse_half(fn), recurse)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, num_queries={self.num_queries}, num_samples={self.num_samples}"
+
+
+def spread(offsets: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw distinct numbers below ``count``, one from each of s equal stretches of them.
+
+    Args:
+        offsets: ``(..., s)`` in [0, 1): where in its stretch each number lies.
+        count: integers ``(..., 1)``. Where one is at most s, every number below it is drawn.
+
+    Returns:
+        The numbers ``(..., s)``, and bool ``(..., s)``, False where a stretch is empty.
+    """
+    num_stretches = offsets.shape[-1]
+    index = torch.arange(num_stretches, device=offsets.device)
+    start = index * count // num_stretches
+    width = (index + 1) * count // num_stretches - start
+    drawn = start + (offsets * width).long()
+    # An empty stretch at the end starts at count itself.
+    return torch.minimum(drawn, (count - 1).clamp(min=0)), (width > 0).expand(drawn.shape)
+
+
+def taking_part_first(mask: Tensor) -> Tensor:
+    """Positions with those where ``mask`` ``(B, n)`` is True first, both kinds in their order."""
+    return (~mask).argsort(stable=True)
+
+
+def take_rows(x: Tensor, index: Tensor) -> Tensor:
+    """The rows of ``x`` ``(B, H, n, d)`` at ``index`` ``(B or 1, H or 1, ...)``: ``(B, H, ..., d)``.
+
+    It copies whole rows, where `torch.gather` would read an index for each number.
+    """
+    batch, heads, length = x.shape[:3]
+    start = length * torch.arange(batch * heads, device=x.device)
+    index = start.view(batch, heads, *(1,) * (index.dim() - 2)) + index
+    return x.flatten(0, 2).index_select(0, index.flatten()).unflatten(0, index.shape)

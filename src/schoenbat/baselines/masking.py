@@ -1,0 +1,34 @@
+"""Keeping masked rows out of sums."""
+
+import torch
+from torch import Tensor
+
+
+def hide(x: Tensor, mask: Tensor | None) -> Tensor:
+    """The rows of x, float32 at least and zero where the mask is False.
+
+    Filled, not multiplied: a masked row may be NaN, and NaN times zero is NaN.
+
+    Args:
+        x: ``(B, H, n, d)``.
+        mask: bool ``(B, n)``, True where a row takes part; None for all rows.
+
+    Example:
+        >>> x = torch.tensor([1.0, torch.nan]).view(1, 1, 2, 1)
+        >>> hide(x, torch.tensor([[True, False]])).flatten().tolist()
+        [1.0, 0.0]
+    """
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    return x if mask is None else x.masked_fill(~mask[:, None, :, None], 0.0)
+
+
+def present(x: Tensor, mask: Tensor | None) -> Tensor:
+    """The mask of the rows of x ``(B, H, n, d)``, written out where it is None: bool ``(B, n)``.
+
+    Example:
+        >>> present(torch.zeros(1, 4, 2, 8), None).tolist()
+        [[True, True]]
+    """
+    if mask is not None:
+        return mask
+    return torch.ones(x.shape[0], x.shape[-2], dtype=torch.bool, device=x.device)

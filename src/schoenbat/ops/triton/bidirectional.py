@@ -1,0 +1,423 @@
+"""Bidirectional attention as four kernels, each reading its tensors once.
+
+`summarize` adds up φ(x) ⊗ row over the sequence: over keys and values in the forward pass, over queries and
+output gradients in the backward pass. `read` gives each query row its output, `read_backward` its gradient
+and what `summarize` needs from it, `key_backward` the gradients of keys and values.
+
+A program works on some row tiles of one head. d and d_v are padded to powers of two; what is padded in the sums
+is zero. The sums of a head are rows: first those of the identity features (BLOCK_D of them, if there are any),
+then group after group. Names are those of `features`; m_ are masks.
+"""
+
+import triton
+import triton.language as tl
+
+from schoenbat.ops.triton.features import evaluate, evaluate_backward
+
+LOWEST_EXPONENT = tl.constexpr(-80.0)
+# The narrowest product that tensor cores do.
+NARROW = tl.constexpr(16)
+# What depends on the length of a sequence: no kernel is compiled again for another length.
+LENGTHS = ("N", "TILES", "SPLITS", "NUM_PARTS")
+
+
+@triton.jit
+def _tile(p, start, stride, m_n, C: tl.constexpr, BLOCK: tl.constexpr, BLOCK_C: tl.constexpr):
+    """BLOCK rows from `start` of a matrix with unit column stride; zeros where m_n is false."""
+    o_n, o_c = tl.arange(0, BLOCK), tl.arange(0, BLOCK_C)
+    # 64 bits for the tile's place, 32 for places inside of it: fewer registers.
+    p = p + tl.full([], start, tl.int64) * stride + (o_n[:, None] * stride + o_c[None, :])
+    mask = m_n[:, None]
+    if C != BLOCK_C:
+        mask = mask & (o_c[None, :] < C)
+    return tl.load(p, mask=mask, other=0.0)
+
+
+@triton.jit
+def _store_tile(p, start, b, m_n, C: tl.constexpr, BLOCK: tl.constexpr, BLOCK_C: tl.constexpr):
+    """The same, into a contiguous matrix."""
+    o_n, o_c = tl.arange(0, BLOCK), tl.arange(0, BLOCK_C)
+    p = p + tl.full([], start, tl.int64) * C + (o_n[:, None] * C + o_c[None, :])
+    mask = m_n[:, None]
+    if C != BLOCK_C:
+        mask = mask & (o_c[None, :] < C)
+    tl.store(p, b.to(p.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _group_sums(p_sums, p_totals, o_first, ROWS: tl.constexpr, BLOCK_V: tl.constexpr):
+    """ROWS rows of the sums and of the totals."""
+    o_f = o_first + tl.arange(0, ROWS)
+    b_sums = tl.load(p_sums + o_f[:, None] * BLOCK_V + tl.arange(0, BLOCK_V)[None, :])
+    return b_sums, tl.load(p_totals + o_f)
+
+
+@triton.jit
+def _visible(p_mask, start, N, BLOCK: tl.constexpr, HAS_MASK: tl.constexpr):
+    """Which rows of a tile exist and take part."""
+    o_n = start + tl.arange(0, BLOCK)
+    m_n = o_n < N
+    if HAS_MASK:
+        m_n = m_n & (tl.load(p_mask + o_n, mask=m_n, other=0) != 0)
+    return m_n
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def summarize(
+    p_x, p_rows, p_mask, p_scale, p_row_scale, p_row_weight, p_mean_weight,
+    p_sums, p_totals, p_x_sum, p_row_sum,
+    stride_xb, stride_xh, stride_xn, stride_rb, stride_rh, stride_rn, N, TILES, SPLITS, KEY_SCALE,
+    p_tiles, p_root, p_linear, p_degrees, p_first, NUM_TILES, num_groups,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, MAPS: tl.constexpr, HAS_MASK: tl.constexpr,
+    IS_QUERY: tl.constexpr, IDENTITY: tl.constexpr, PARTS: tl.constexpr, QUADRATIC: tl.constexpr,
+    DIM: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Partial sums of TILES tiles: Σφ(x) rowᵀ, Σφ(x) w, Σx u, Σrow; w and u are 1 for keys.
+
+    For queries (IS_QUERY) row is the output's gradient divided by the denominator, w the gradient of the
+    denominator and u that of the mean logit. A part is one group; the first does the identity features, too.
+    What is summed over rows alone is a product with a narrow tile, (w, u, 1, 0 ...): sums across warps would
+    make them wait for one another at every tile.
+    """
+    i_part, i_split = tl.program_id(0) % PARTS, tl.program_id(0) // PARTS % SPLITS
+    i_bh = tl.program_id(0) // (PARTS * SPLITS)
+    i_b, i_h = i_bh // HEADS, i_bh % HEADS
+    i_map = 0 if MAPS == 1 else i_h // GROUPS
+    o_d, o_v, o_g = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V), tl.arange(0, GROUP)
+    p_x += i_b.to(tl.int64) * stride_xb + i_h.to(tl.int64) * stride_xh
+    p_rows += i_b.to(tl.int64) * stride_rb + i_h.to(tl.int64) * stride_rh
+    p_mask += i_b.to(tl.int64) * N
+    p_tiles += i_map * NUM_TILES * BLOCK_D * GROUP
+    p_root += i_map * num_groups * GROUP
+    scale = KEY_SCALE
+    if IS_QUERY:
+        scale = tl.load(p_scale + i_h)
+    o_narrow = tl.arange(0, NARROW)[None, :]
+    b_sums = tl.zeros([GROUP, BLOCK_V], tl.float32)
+    b_totals = tl.zeros([GROUP, NARROW], tl.float32)
+    b_identity = tl.zeros([BLOCK_D, BLOCK_V], tl.float32)
+    b_x_totals = tl.zeros([BLOCK_D, NARROW], tl.float32)
+    b_row_totals = tl.zeros([BLOCK_V, NARROW], tl.float32)
+    for i_tile in range(i_split * TILES, tl.minimum((i_split + 1) * TILES, tl.cdiv(N, BLOCK))):
+        start = i_tile * BLOCK
+        m_n = _visible(p_mask, start, N, BLOCK, HAS_MASK)
+        b_x = _tile(p_x, start, stride_xn, m_n, DIM, BLOCK, BLOCK_D)
+        b_rows = _tile(p_rows, start, stride_rn, m_n, DV, BLOCK, BLOCK_V)
+        dtype = b_x.dtype
+        b_narrow = tl.full([BLOCK, NARROW], 1.0, tl.float32)
+        if IS_QUERY:
+            o_row = tl.full([], i_bh, tl.int64) * N + start + tl.arange(0, BLOCK)
+            b_w = tl.load(p_row_weight + o_row, mask=m_n, other=0.0)[:, None]
+            b_u = tl.load(p_mean_weight + o_row, mask=m_n, other=0.0)[:, None]
+            b_narrow = tl.where(o_narrow == 0, b_w, tl.where(o_narrow == 1, b_u, 1.0))
+        b_narrow = tl.where(m_n[:, None], b_narrow, 0.0).to(dtype)
+        if PARTS == 1 or i_part == 0:
+            b_x_totals += tl.dot(tl.trans(b_x), b_narrow, input_precision=PRECISION)
+            b_row_totals += tl.dot(tl.trans(b_rows), b_narrow, input_precision=PRECISION)
+        if IS_QUERY:
+            b_row_scale = tl.load(p_row_scale + o_row, mask=m_n, other=0.0)
+            b_rows = (b_rows.to(tl.float32) * b_row_scale[:, None]).to(dtype)
+        if IDENTITY:
+            if PARTS == 1 or i_part == 0:
+                b_identity += tl.dot(tl.trans(b_x), b_rows, input_precision=PRECISION)
+        if num_groups > 0:
+            b_phi = evaluate(
+                b_x, scale, i_part, p_tiles, p_root, p_degrees, p_first, QUADRATIC, BLOCK, BLOCK_D, GROUP, PRECISION
+            )  # fmt: skip
+            b_phi = tl.trans(b_phi.to(dtype))
+            b_sums += tl.dot(b_phi, b_rows, input_precision=PRECISION)
+            b_totals += tl.dot(b_phi, b_narrow, input_precision=PRECISION)
+    first: tl.constexpr = IDENTITY * BLOCK_D
+    i_out = (i_bh * SPLITS + i_split).to(tl.int64)
+    p_sums += i_out * (first + num_groups * GROUP) * BLOCK_V
+    p_totals += i_out * (first + num_groups * GROUP)
+    if num_groups > 0:
+        o_f = first + i_part * GROUP + o_g
+        tl.store(p_sums + o_f[:, None] * BLOCK_V + o_v[None, :], b_sums)
+        tl.store(p_totals + o_f, _column(b_totals, 0, NARROW))
+    if PARTS == 1 or i_part == 0:
+        tl.store(p_x_sum + i_out * BLOCK_D + o_d, _column(b_x_totals, 1, NARROW) * scale)
+        tl.store(p_row_sum + i_out * BLOCK_V + o_v, _column(b_row_totals, 2, NARROW))
+        if IDENTITY:
+            b_root = tl.load(p_linear + i_map * BLOCK_D + o_d) * scale
+            tl.store(p_sums + o_d[:, None] * BLOCK_V + o_v[None, :], b_identity * b_root[:, None])
+            tl.store(p_totals + o_d, _column(b_x_totals, 0, NARROW) * b_root)
+
+
+@triton.jit
+def _column(b, i_column: tl.constexpr, COLUMNS: tl.constexpr):
+    return tl.sum(tl.where(tl.arange(0, COLUMNS)[None, :] == i_column, b, 0.0), axis=1)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def finish(
+    p_partial_sums, p_partial_totals, p_partial_x, p_partial_rows, p_count, p_sums, p_totals, p_key_mean,
+    p_value_mean, SPLITS, num_features,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Add up the parts of `summarize` for keys: means, and sums as if every value had been centred."""
+    i_rows, i_bh = tl.program_id(1), tl.program_id(0)
+    o_d, o_v, o_f = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V), i_rows * ROWS + tl.arange(0, ROWS)
+    b_value = tl.zeros([BLOCK_V], tl.float32)
+    b_key = tl.zeros([BLOCK_D], tl.float32)
+    b_sums = tl.zeros([ROWS, BLOCK_V], tl.float32)
+    b_totals = tl.zeros([ROWS], tl.float32)
+    m_f = o_f < num_features
+    for i_split in range(SPLITS):
+        i_part = (i_bh * SPLITS + i_split).to(tl.int64)
+        b_value += tl.load(p_partial_rows + i_part * BLOCK_V + o_v)
+        b_key += tl.load(p_partial_x + i_part * BLOCK_D + o_d)
+        o_part = (i_part * num_features + o_f) * BLOCK_V
+        b_sums += tl.load(p_partial_sums + o_part[:, None] + o_v[None, :], mask=m_f[:, None], other=0.0)
+        b_totals += tl.load(p_partial_totals + i_part * num_features + o_f, mask=m_f, other=0.0)
+    divisor = tl.maximum(tl.load(p_count + i_bh // HEADS), 1.0)
+    b_value = b_value / divisor
+    b_sums -= b_totals[:, None] * b_value[None, :]
+    o_f = i_bh.to(tl.int64) * num_features + o_f
+    tl.store(
+        p_sums + o_f[:, None] * BLOCK_V + o_v[None, :], b_sums.to(p_sums.dtype.element_ty), mask=m_f[:, None]
+    )
+    tl.store(p_totals + o_f, b_totals, mask=m_f)
+    if i_rows == 0:
+        tl.store(p_value_mean + i_bh * BLOCK_V + o_v, b_value)
+        tl.store(p_key_mean + i_bh * BLOCK_D + o_d, b_key / divisor)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def finish_backward(
+    p_partial_sums, p_partial_totals, p_partial_x, p_partial_rows, p_count, p_totals, p_dsums, p_dtotals, p_dkey,
+    p_dvalue, NUM_PARTS, num_features, KEY_SCALE,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Add up the parts of `summarize` for queries, over the query heads that share a key head, too.
+
+    Gives the gradients of the sums, and those that every key and every value gets through the means.
+    """
+    i_bh = tl.program_id(0)
+    o_d, o_v = tl.arange(0, BLOCK_D), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    divisor = tl.maximum(tl.load(p_count + i_bh // HEADS), 1.0)
+    b_value = tl.zeros([COLUMNS], tl.float32)
+    b_key = tl.zeros([BLOCK_D], tl.float32)
+    for i in range(NUM_PARTS):
+        i_part = (i_bh * NUM_PARTS + i).to(tl.int64)
+        b_value += tl.load(p_partial_rows + i_part * BLOCK_V + o_v)
+        b_key += tl.load(p_partial_x + i_part * BLOCK_D + o_d)
+    for i_rows in range(tl.cdiv(num_features, ROWS)):
+        o_f = i_rows * ROWS + tl.arange(0, ROWS)
+        m_f = o_f < num_features
+        b_sums = tl.zeros([ROWS, COLUMNS], tl.float32)
+        b_dtotals = tl.zeros([ROWS], tl.float32)
+        for i in range(NUM_PARTS):
+            i_part = (i_bh * NUM_PARTS + i).to(tl.int64)
+            o_part = (i_part * num_features + o_f) * BLOCK_V
+            b_sums += tl.load(p_partial_sums + o_part[:, None] + o_v[None, :], mask=m_f[:, None], other=0.0)
+            b_dtotals += tl.load(p_partial_totals + i_part * num_features + o_f, mask=m_f, other=0.0)
+        o_f = i_bh.to(tl.int64) * num_features + o_f
+        b_totals = tl.load(p_totals + o_f, mask=m_f, other=0.0)
+        b_value -= tl.sum(b_totals[:, None] * b_sums, axis=0)
+        p_out = p_dsums + o_f[:, None] * BLOCK_V + o_v[None, :]
+        tl.store(p_out, b_sums.to(p_dsums.dtype.element_ty), mask=m_f[:, None])
+        if tl.program_id(1) == 0:
+            tl.store(p_dtotals + o_f, b_dtotals, mask=m_f)
+    tl.store(p_dvalue + i_bh * BLOCK_V + o_v, b_value / divisor)
+    if tl.program_id(1) == 0:
+        tl.store(p_dkey + i_bh * BLOCK_D + o_d, b_key * KEY_SCALE / divisor)
+
+
+@triton.jit
+def _read_rows(
+    b_x, scale, count, constant, zeroth, slope, p_sums, p_totals, p_key_mean,
+    p_tiles, p_root, p_linear, p_degrees, p_first, num_groups,
+    IDENTITY: tl.constexpr, QUADRATIC: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Numerator [BLOCK, BLOCK_V], total and floor of the denominator, and the floor's exponent, of query rows."""
+    o_d = tl.arange(0, BLOCK_D)
+    first: tl.constexpr = IDENTITY * BLOCK_D
+    b_numerator = tl.zeros([BLOCK, BLOCK_V], tl.float32)
+    b_total = tl.zeros([BLOCK], tl.float32) + constant * count
+    b_x32 = b_x.to(tl.float32)
+    if IDENTITY:
+        b_s1, b_z1 = _group_sums(p_sums, p_totals, 0, BLOCK_D, BLOCK_V)
+        b_root = tl.load(p_linear + o_d) * scale
+        b_s1 = (b_s1 * b_root[:, None]).to(b_x.dtype)
+        b_numerator = tl.dot(b_x, b_s1, input_precision=PRECISION)
+        b_total += tl.sum(b_x32 * (b_z1 * b_root)[None, :], axis=1)
+    for i_group in range(num_groups):
+        b_phi = evaluate(
+            b_x, scale, i_group, p_tiles, p_root, p_degrees, p_first, QUADRATIC, BLOCK, BLOCK_D, GROUP, PRECISION
+        )  # fmt: skip
+        b_s, b_z = _group_sums(p_sums, p_totals, first + i_group * GROUP, GROUP, BLOCK_V)
+        b_numerator += tl.dot(b_phi.to(b_x.dtype), b_s.to(b_x.dtype), input_precision=PRECISION)
+        b_total += tl.sum(b_phi * b_z[None, :], axis=1)
+    b_exponent = slope * scale * tl.sum(b_x32 * tl.load(p_key_mean + o_d)[None, :], axis=1)
+    b_floor = count * zeroth * tl.exp(tl.minimum(tl.maximum(b_exponent, LOWEST_EXPONENT), 0.0))
+    # Without keys total and floor are zero; one says so without a division by zero.
+    b_total = tl.where(count > 0, b_total, 1.0)
+    return b_numerator, b_total, b_floor, b_exponent
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def read(
+    p_query, p_out, p_scale, p_count, p_sums, p_totals, p_key_mean, p_value_mean, p_coefficients,
+    stride_qb, stride_qh, stride_qn, N, TILES, SPLITS,
+    p_tiles, p_root, p_linear, p_degrees, p_first, NUM_TILES, num_groups,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, MAPS: tl.constexpr, IDENTITY: tl.constexpr,
+    QUADRATIC: tl.constexpr, DIM: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Some tiles of outputs: ``v̄ + numerator / max(total, floor)``."""
+    i_split, i_bh = tl.program_id(0) % SPLITS, tl.program_id(0) // SPLITS
+    i_b, i_h = i_bh // HEADS, i_bh % HEADS
+    i_map = 0 if MAPS == 1 else i_h // GROUPS
+    i_state = (i_bh // GROUPS).to(tl.int64)
+    num_features = IDENTITY * BLOCK_D + num_groups * GROUP
+    p_query += i_b.to(tl.int64) * stride_qb + i_h.to(tl.int64) * stride_qh
+    p_out += tl.full([], i_bh, tl.int64) * N * DV
+    p_sums += i_state * num_features * BLOCK_V
+    p_totals += i_state * num_features
+    scale, count = tl.load(p_scale + i_h), tl.load(p_count + i_b)
+    constant, zeroth = tl.load(p_coefficients + 3 * i_map), tl.load(p_coefficients + 3 * i_map + 1)
+    slope = tl.load(p_coefficients + 3 * i_map + 2)
+    b_value_mean = tl.load(p_value_mean + i_state * BLOCK_V + tl.arange(0, BLOCK_V))
+    for i_tile in range(i_split * TILES, tl.minimum((i_split + 1) * TILES, tl.cdiv(N, BLOCK))):
+        start = i_tile * BLOCK
+        m_n = start + tl.arange(0, BLOCK) < N
+        b_x = _tile(p_query, start, stride_qn, m_n, DIM, BLOCK, BLOCK_D)
+        b_numerator, b_total, b_floor, _ = _read_rows(
+            b_x, scale, count, constant, zeroth, slope, p_sums, p_totals, p_key_mean + i_state * BLOCK_D,
+            p_tiles + i_map * NUM_TILES * BLOCK_D * GROUP, p_root + i_map * num_groups * GROUP,
+            p_linear + i_map * BLOCK_D, p_degrees, p_first, num_groups, IDENTITY, QUADRATIC, BLOCK_D, BLOCK_V, BLOCK,
+            GROUP, PRECISION,
+        )  # fmt: skip
+        b_floored = tl.where(b_total < b_floor, b_floor, b_total)
+        b_out = b_value_mean[None, :] + b_numerator / b_floored[:, None]
+        _store_tile(p_out, start, b_out, m_n, DV, BLOCK, BLOCK_V)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def read_backward(
+    p_query, p_grad, p_dquery, p_inverse, p_dtotal, p_dmean, p_dscale,
+    p_scale, p_count, p_sums, p_totals, p_key_mean, p_coefficients,
+    stride_qb, stride_qh, stride_qn, stride_gb, stride_gh, stride_gn, N, SPLITS,
+    p_tiles, p_root, p_linear, p_degrees, p_first, NUM_TILES, num_groups,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, MAPS: tl.constexpr, IDENTITY: tl.constexpr,
+    QUADRATIC: tl.constexpr, DIM: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A tile of query gradients; also 1/f and the gradients of denominator and mean logit by row, that of the scale."""
+    i_tile, i_bh = tl.program_id(0) % SPLITS, tl.program_id(0) // SPLITS
+    i_b, i_h = i_bh // HEADS, i_bh % HEADS
+    i_map = 0 if MAPS == 1 else i_h // GROUPS
+    i_state = (i_bh // GROUPS).to(tl.int64)
+    first: tl.constexpr = IDENTITY * BLOCK_D
+    num_features = first + num_groups * GROUP
+    p_query += i_b.to(tl.int64) * stride_qb + i_h.to(tl.int64) * stride_qh
+    p_grad += i_b.to(tl.int64) * stride_gb + i_h.to(tl.int64) * stride_gh
+    p_sums += i_state * num_features * BLOCK_V
+    p_totals += i_state * num_features
+    p_tiles += i_map * NUM_TILES * BLOCK_D * GROUP
+    p_root += i_map * num_groups * GROUP
+    p_linear += i_map * BLOCK_D
+    p_key_mean += i_state * BLOCK_D
+    scale, count = tl.load(p_scale + i_h), tl.load(p_count + i_b)
+    constant, zeroth = tl.load(p_coefficients + 3 * i_map), tl.load(p_coefficients + 3 * i_map + 1)
+    slope = tl.load(p_coefficients + 3 * i_map + 2)
+    start = i_tile * BLOCK
+    m_n = start + tl.arange(0, BLOCK) < N
+    b_x = _tile(p_query, start, stride_qn, m_n, DIM, BLOCK, BLOCK_D)
+    b_numerator, b_total, b_floor, b_exponent = _read_rows(
+        b_x, scale, count, constant, zeroth, slope, p_sums, p_totals, p_key_mean, p_tiles, p_root, p_linear, p_degrees,
+        p_first, num_groups, IDENTITY, QUADRATIC, BLOCK_D, BLOCK_V, BLOCK, GROUP, PRECISION,
+    )  # fmt: skip
+    m_below = b_total < b_floor
+    b_inverse = 1.0 / tl.where(m_below, b_floor, b_total)
+    b_grad = _tile(p_grad, start, stride_gn, m_n, DV, BLOCK, BLOCK_V).to(tl.float32) * b_inverse[:, None]
+    b_dfloored = -tl.sum(b_grad * b_numerator, axis=1) * b_inverse
+    b_dtotal = tl.where(m_below, 0.0, b_dfloored)
+    m_falling = m_below & (b_exponent < 0.0) & (b_exponent > LOWEST_EXPONENT)
+    b_dmean = tl.where(m_falling, b_dfloored * b_floor * slope, 0.0)
+
+    b_rows = b_grad.to(b_x.dtype)
+    o_d = tl.arange(0, BLOCK_D)
+    b_dx = (b_dmean * scale)[:, None] * tl.load(p_key_mean + o_d)[None, :]
+    if IDENTITY:
+        b_s1, b_z1 = _group_sums(p_sums, p_totals, 0, BLOCK_D, BLOCK_V)
+        b_root = tl.load(p_linear + o_d) * scale
+        b_s1 = (b_s1 * b_root[:, None]).to(b_x.dtype)
+        b_dx += tl.dot(b_rows, tl.trans(b_s1), input_precision=PRECISION)
+        b_dx += b_dtotal[:, None] * (b_z1 * b_root)[None, :]
+    for i_group in range(num_groups):
+        b_s, b_z = _group_sums(p_sums, p_totals, first + i_group * GROUP, GROUP, BLOCK_V)
+        b_dphi = tl.dot(b_rows, tl.trans(b_s.to(b_x.dtype)), input_precision=PRECISION)
+        b_dx += evaluate_backward(
+            b_dphi + b_dtotal[:, None] * b_z[None, :], b_x, scale, i_group, p_tiles, p_root, p_degrees, p_first,
+            QUADRATIC, BLOCK, BLOCK_D, GROUP, PRECISION,
+        )  # fmt: skip
+    o_row = tl.full([], i_bh, tl.int64) * N + start + tl.arange(0, BLOCK)
+    tl.store(p_inverse + o_row, b_inverse, mask=m_n)
+    tl.store(p_dtotal + o_row, b_dtotal, mask=m_n)
+    tl.store(p_dmean + o_row, b_dmean, mask=m_n)
+    # Everything depends on scale · query alone, so the two have the same ⟨·, gradient⟩.
+    b_along = tl.sum(b_dx * b_x.to(tl.float32), axis=1)
+    tl.store(p_dscale + tl.program_id(0), tl.sum(b_along, axis=0) / scale)
+    _store_tile(p_dquery + tl.full([], i_bh, tl.int64) * N * DIM, start, b_dx, m_n, DIM, BLOCK, BLOCK_D)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def key_backward(
+    p_key, p_value, p_mask, p_dkey, p_dvalue, p_dsums, p_dtotals, p_dkey_mean, p_value_mean, p_to_mean,
+    stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, N, SPLITS, KEY_SCALE,
+    p_tiles, p_root, p_linear, p_degrees, p_first, NUM_TILES, num_groups,
+    HEADS: tl.constexpr, MAPS: tl.constexpr, HAS_MASK: tl.constexpr, IDENTITY: tl.constexpr,
+    QUADRATIC: tl.constexpr, DIM: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A tile of key and value gradients, from those of the sums; what all of them get is in `p_dkey_mean`, `p_to_mean`."""
+    i_tile, i_bh = tl.program_id(0) % SPLITS, tl.program_id(0) // SPLITS
+    i_b, i_h = i_bh // HEADS, i_bh % HEADS
+    i_map = 0 if MAPS == 1 else i_h
+    i_state = i_bh.to(tl.int64)
+    first: tl.constexpr = IDENTITY * BLOCK_D
+    num_features = first + num_groups * GROUP
+    o_d, o_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+    p_key += i_b.to(tl.int64) * stride_kb + i_h.to(tl.int64) * stride_kh
+    p_value += i_b.to(tl.int64) * stride_vb + i_h.to(tl.int64) * stride_vh
+    p_dsums += i_state * num_features * BLOCK_V
+    p_dtotals += i_state * num_features
+    p_tiles += i_map * NUM_TILES * BLOCK_D * GROUP
+    p_root += i_map * num_groups * GROUP
+    scale = KEY_SCALE
+    start = i_tile * BLOCK
+    m_n = _visible(p_mask + i_b.to(tl.int64) * N, start, N, BLOCK, HAS_MASK)
+    b_x = _tile(p_key, start, stride_kn, m_n, DIM, BLOCK, BLOCK_D)
+    dtype = b_x.dtype
+    b_value = _tile(p_value, start, stride_vn, m_n, DV, BLOCK, BLOCK_V).to(tl.float32)
+    b_rows = (b_value - tl.load(p_value_mean + i_state * BLOCK_V + o_v)[None, :]).to(dtype)
+    b_dx = tl.zeros([BLOCK, BLOCK_D], tl.float32) + tl.load(p_dkey_mean + i_state * BLOCK_D + o_d)[None, :]
+    b_dv = tl.zeros([BLOCK, BLOCK_V], tl.float32) + tl.load(p_to_mean + i_state * BLOCK_V + o_v)[None, :]
+    if IDENTITY:
+        b_s1, b_z1 = _group_sums(p_dsums, p_dtotals, 0, BLOCK_D, BLOCK_V)
+        b_root = tl.load(p_linear + i_map * BLOCK_D + o_d) * scale
+        b_s1 = (b_s1 * b_root[:, None]).to(dtype)
+        b_dv += tl.dot(b_x, b_s1, input_precision=PRECISION)
+        b_dx += tl.dot(b_rows, tl.trans(b_s1), input_precision=PRECISION) + (b_z1 * b_root)[None, :]
+    for i_group in range(num_groups):
+        b_s, b_z = _group_sums(p_dsums, p_dtotals, first + i_group * GROUP, GROUP, BLOCK_V)
+        b_s = b_s.to(dtype)
+        b_phi = evaluate(
+            b_x, scale, i_group, p_tiles, p_root, p_degrees, p_first, QUADRATIC, BLOCK, BLOCK_D, GROUP, PRECISION
+        )  # fmt: skip
+        b_dv += tl.dot(b_phi.to(dtype), b_s, input_precision=PRECISION)
+        b_dphi = tl.dot(b_rows, tl.trans(b_s), input_precision=PRECISION) + b_z[None, :]
+        b_dx += evaluate_backward(
+            b_dphi, b_x, scale, i_group, p_tiles, p_root, p_degrees, p_first, QUADRATIC, BLOCK, BLOCK_D, GROUP,
+            PRECISION,
+        )  # fmt: skip
+    # What is masked gets zeros; what lies behind the end gets nothing.
+    m_in = start + tl.arange(0, BLOCK) < N
+    b_dx = tl.where(m_n[:, None], b_dx, 0.0)
+    b_dv = tl.where(m_n[:, None], b_dv, 0.0)
+    _store_tile(p_dkey + i_state * N * DIM, start, b_dx, m_in, DIM, BLOCK, BLOCK_D)
+    _store_tile(p_dvalue + i_state * N * DV, start, b_dv, m_in, DV, BLOCK, BLOCK_V)

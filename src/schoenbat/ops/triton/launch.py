@@ -1,0 +1,274 @@
+"""Launch the kernels: tile sizes chosen by shape alone, and the small sums between one kernel and the next.
+
+Nothing here waits for the device, and nothing is timed at run time: the same shapes always run the same code
+in the same order, so two runs are bit-equal. Shapes are those of `eager`.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from schoenbat.ops.triton import bidirectional
+from schoenbat.ops.triton.plan import Plan
+
+# Two programs at a time for each of a large GPU's 132 multiprocessors.
+_PROGRAMS = 264
+_FINISH_ROWS = 64
+
+
+class Tiles(NamedTuple):
+    """Rows a tile, and how a program is compiled."""
+
+    block: int
+    num_warps: int
+    num_stages: int
+
+    @property
+    def compilation(self) -> dict[str, int]:
+        return {"BLOCK": self.block, "num_warps": self.num_warps, "num_stages": self.num_stages}
+
+
+def tiles_for(kernel: str, dtype: torch.dtype, widest: int, quadratic: bool) -> Tiles:
+    """By shape alone. Eight warps only where no product is narrower than 64: Triton 3.6 gets others wrong."""
+    if dtype == torch.float32:
+        return Tiles(16, 8, 1)
+    if widest > 64:
+        return Tiles(64, 8 if quadratic else 4, 1)
+    return Tiles(64, 4, 2)
+
+
+class Shape(NamedTuple):
+    """What a call's tensors have in common."""
+
+    batch: int
+    heads: int  # of keys
+    groups: int  # of query heads to a key head
+    dim: int
+    value_dim: int
+    block_d: int
+    block_v: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, query: Tensor, value: Tensor) -> "Shape":
+        batch, heads, groups, _, dim = query.shape
+        value_dim = value.shape[-1]
+        return cls(batch, heads, groups, dim, value_dim, padded(dim), padded(value_dim), query.dtype)
+
+    def tiles(self, kernel: str, plan: Plan) -> Tiles:
+        return tiles_for(kernel, self.dtype, max(self.block_d, self.block_v), plan.quadratic)
+
+    def constants(self, plan: Plan, tiles: Tiles) -> dict[str, Any]:
+        return {
+            "MAPS": plan.tiles.shape[0],
+            "IDENTITY": int(plan.identity),
+            "QUADRATIC": plan.quadratic,
+            "DIM": self.dim,
+            "DV": self.value_dim,
+            "BLOCK_D": self.block_d,
+            "BLOCK_V": self.block_v,
+            "GROUP": plan.group,
+            "PRECISION": "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
+            **tiles.compilation,
+        }
+
+
+def padded(size: int) -> int:
+    """A width that kernels work with."""
+    return max(16, triton.next_power_of_2(size))
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    plan: Plan,
+    coefficients: Tensor,
+    query_scale: Tensor,
+    key_scale: float,
+) -> list[Tensor]:
+    """Outputs, then the sums, totals, key mean and value mean that the backward pass starts from."""
+    shape, tiles = Shape.of(query, value), Shape.of(query, value).tiles("read", plan)
+    q, count = _rows(query), _count(key, mask)
+    summary = _summary(_rows(key), _rows(value), mask, count, shape, plan, key_scale)
+    out = q.new_empty(*q.shape[:-1], shape.value_dim)
+    if out.numel():
+        splits, tiles_each = _split(q.shape[-2], tiles, q.shape[0] * q.shape[1])
+        bidirectional.read[(splits * q.shape[0] * q.shape[1],)](
+            *(q, out, query_scale, count, *summary, _coefficients(coefficients, plan)),
+            *(*q.stride()[:3], q.shape[-2], tiles_each, splits, *_map_arguments(plan)),
+            HEADS=q.shape[1],
+            GROUPS=shape.groups,
+            **shape.constants(plan, tiles),
+        )
+    return [out.view(*query.shape[:-1], shape.value_dim), *summary]
+
+
+def attend_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    summary: Sequence[Tensor],
+    plan: Plan,
+    coefficients: Tensor,
+    query_scale: Tensor,
+    key_scale: float,
+) -> list[Tensor]:
+    """Gradients of query, key, value and query_scale."""
+    shape, count = Shape.of(query, value), _count(key, mask)
+    q, k, v, g = _rows(query), _rows(key), _rows(value), _rows(grad.to(query.dtype))
+    sums, totals, key_mean, value_mean = summary
+    grad_query = q.new_empty(q.shape)
+    by_row = [q.new_empty(q.shape[:-1], dtype=torch.float32) for _ in range(3)]
+    tiles = shape.tiles("read_backward", plan)
+    row_tiles = triton.cdiv(q.shape[-2], tiles.block)
+    to_scale = q.new_empty(q.shape[0], q.shape[1], row_tiles, dtype=torch.float32)
+    if q.numel():
+        bidirectional.read_backward[(to_scale.numel(),)](
+            *(q, g, grad_query, *by_row, to_scale, query_scale, count, sums, totals, key_mean),
+            *(_coefficients(coefficients, plan), *q.stride()[:3], *g.stride()[:3], q.shape[-2], row_tiles),
+            *_map_arguments(plan),
+            HEADS=q.shape[1],
+            GROUPS=shape.groups,
+            **shape.constants(plan, tiles),
+        )
+    to_summary = _summary_backward(q, g, by_row, count, totals, shape, plan, query_scale, key_scale)
+    grad_key, grad_value = k.new_empty(k.shape), v.new_empty(v.shape)
+    tiles = shape.tiles("key_backward", plan)
+    row_tiles = triton.cdiv(k.shape[-2], tiles.block)
+    if k.numel():
+        to_sums, to_totals, to_key, to_value = to_summary
+        bidirectional.key_backward[(row_tiles * k.shape[0] * k.shape[1],)](
+            *(k, v, _flat(mask, k), grad_key, grad_value, to_sums, to_totals, to_key, value_mean, to_value),
+            *(*k.stride()[:3], *v.stride()[:3], k.shape[-2], row_tiles, key_scale, *_map_arguments(plan)),
+            HEADS=k.shape[1],
+            HAS_MASK=mask is not None,
+            **shape.constants(plan, tiles),
+        )
+    grads = grad_query.view(query.shape), grad_key.view(key.shape), grad_value.view(value.shape)
+    return [*grads, to_scale.sum((0, 2)).view(query_scale.shape)]
+
+
+def _summary(
+    key: Tensor, value: Tensor, mask: Tensor | None, count: Tensor, shape: Shape, plan: Plan, key_scale: float
+) -> list[Tensor]:
+    """Sums, totals, key mean and value mean of each key head, ``(B·H, ...)``."""
+    parts = _summarize(key, value, mask, None, shape._replace(groups=1), plan, None, key_scale)
+    heads = key.shape[0] * key.shape[1]
+    summary = _empty_summary(heads, shape, plan, key)
+    rows = min(_FINISH_ROWS, triton.next_power_of_2(max(16, plan.num_features)))
+    bidirectional.finish[(heads, max(1, triton.cdiv(plan.num_features, rows)))](
+        *(*parts, count, *summary, parts[0].shape[0] // heads, plan.num_features),
+        HEADS=key.shape[1],
+        ROWS=rows,
+        BLOCK_D=shape.block_d,
+        BLOCK_V=shape.block_v,
+    )
+    return summary
+
+
+def _summary_backward(
+    query: Tensor,
+    grad: Tensor,
+    by_row: list[Tensor],
+    count: Tensor,
+    totals: Tensor,
+    shape: Shape,
+    plan: Plan,
+    query_scale: Tensor,
+    key_scale: float,
+) -> list[Tensor]:
+    """Gradients of sums and totals, and what each key and each value gets through the means."""
+    parts = _summarize(query, grad, None, by_row, shape, plan, query_scale, key_scale)
+    heads = shape.batch * shape.heads
+    to_summary = _empty_summary(heads, shape, plan, query)
+    rows = min(_FINISH_ROWS, triton.next_power_of_2(max(16, plan.num_features)))
+    bidirectional.finish_backward[(heads, shape.block_v // 16)](
+        *(*parts, count, totals, *to_summary, parts[0].shape[0] // heads, plan.num_features, key_scale),
+        HEADS=shape.heads,
+        ROWS=rows,
+        COLUMNS=16,
+        BLOCK_D=shape.block_d,
+        BLOCK_V=shape.block_v,
+    )
+    return to_summary
+
+
+def _empty_summary(heads: int, shape: Shape, plan: Plan, like: Tensor) -> list[Tensor]:
+    sums, *rest = summary_shapes(shape, plan)
+    return [like.new_empty(heads, *sums), *(like.new_empty(heads, *s, dtype=torch.float32) for s in rest)]
+
+
+def summary_shapes(shape: Shape, plan: Plan) -> list[tuple[int, ...]]:
+    """Of sums, totals, key mean and value mean of one key head."""
+    features = plan.num_features
+    return [(features, shape.block_v), (features,), (shape.block_d,), (shape.block_v,)]
+
+
+def _summarize(
+    x: Tensor,
+    rows: Tensor,
+    mask: Tensor | None,
+    by_row: list[Tensor] | None,
+    shape: Shape,
+    plan: Plan,
+    query_scale: Tensor | None,
+    key_scale: float,
+) -> list[Tensor]:
+    """Parts of Σφ(x) rowᵀ, Σφ(x) w, Σx u and Σrow, ``(B·H·splits, ...)``; see the kernel."""
+    batch, heads, n, _ = x.shape
+    tiles, groups = shape.tiles("summarize", plan), max(1, plan.num_groups)
+    splits, tiles_each = _split(n, tiles, batch * heads * groups)
+    shapes = summary_shapes(shape, plan)
+    sums = [x.new_empty(batch * heads * splits, *s, dtype=torch.float32) for s in shapes]
+    bidirectional.summarize[(groups * splits * batch * heads,)](
+        *(x, rows, _flat(mask, x), x if query_scale is None else query_scale, *(by_row or (x, x, x)), *sums),
+        *(*x.stride()[:3], *rows.stride()[:3], n, tiles_each, splits, key_scale, *_map_arguments(plan)),
+        HEADS=heads,
+        GROUPS=shape.groups,
+        HAS_MASK=mask is not None,
+        IS_QUERY=by_row is not None,
+        PARTS=groups,
+        **shape.constants(plan, tiles),
+    )
+    return sums
+
+
+def _split(n: int, tiles: Tiles, others: int) -> tuple[int, int]:
+    """How many programs share a sequence and how many tiles each has, given how many programs others need."""
+    row_tiles = max(1, triton.cdiv(n, tiles.block))
+    wanted = max(1, min(row_tiles, _PROGRAMS // max(1, others)))
+    tiles_each = triton.cdiv(row_tiles, wanted)
+    return triton.cdiv(row_tiles, tiles_each), tiles_each
+
+
+def _map_arguments(plan: Plan) -> tuple[Any, ...]:
+    return *plan.tensors, plan.tiles.shape[1], plan.num_groups
+
+
+def _coefficients(coefficients: Tensor, plan: Plan) -> Tensor:
+    return coefficients.expand(plan.tiles.shape[0], -1).contiguous()
+
+
+def _count(key: Tensor, mask: Tensor | None) -> Tensor:
+    """How many keys take part, for each sequence of the batch."""
+    if mask is None:
+        return key.new_full((key.shape[0],), key.shape[-2], dtype=torch.float32)
+    return mask.sum((1, 2, 3, 4), dtype=torch.float32)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """``(B, H, G, n, c) -> (B, H·G, n, c)`` with unit column stride."""
+    x = x.flatten(1, 2)
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _flat(mask: Tensor | None, instead: Tensor) -> Tensor:
+    """The mask as bytes ``(B, n)``; a kernel that has none gets some pointer it never reads."""
+    return instead if mask is None else mask.flatten(1).contiguous().view(torch.uint8)

@@ -1,0 +1,79 @@
+"""The fused kernels as custom operators of torch.library, for maps that are not trained."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from schoenbat.ops.triton import launch
+from schoenbat.ops.triton.plan import Plan
+
+
+@torch.library.custom_op("schoenbat::triton_attend", mutates_args=())
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    plan: Sequence[Tensor],
+    coefficients: Tensor,
+    query_scale: Tensor,
+    flags: Sequence[int],
+    key_scale: float,
+) -> list[Tensor]:
+    return launch.attend(query, key, value, mask, Plan.of(plan, flags), coefficients, query_scale, key_scale)
+
+
+@attend.register_fake
+def _(
+    query: Tensor, key: Tensor, value: Tensor, mask: Any, plan: Any, coefficients: Any, scale: Any,
+    flags: Any, key_scale: float,
+) -> list[Tensor]:  # fmt: skip
+    shapes = launch.summary_shapes(launch.Shape.of(query, value), Plan.of(plan, flags))
+    sums, *rest = ((key.shape[0] * key.shape[1], *shape) for shape in shapes)
+    out = query.new_empty(*query.shape[:-1], value.shape[-1])
+    return [out, query.new_empty(sums), *(query.new_empty(s, dtype=torch.float32) for s in rest)]
+
+
+@torch.library.custom_op("schoenbat::triton_attend_backward", mutates_args=())
+def attend_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    summary: Sequence[Tensor],
+    plan: Sequence[Tensor],
+    coefficients: Tensor,
+    query_scale: Tensor,
+    flags: Sequence[int],
+    key_scale: float,
+) -> list[Tensor]:
+    small = Plan.of(plan, flags), coefficients, query_scale, key_scale
+    return launch.attend_backward(grad, query, key, value, mask, summary, *small)
+
+
+@attend_backward.register_fake
+def _(
+    grad: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, summary: Any, plan: Any,
+    coefficients: Any, query_scale: Tensor, *rest: Any,
+) -> list[Tensor]:  # fmt: skip
+    return [x.new_empty(x.shape) for x in (query, key, value, query_scale)]
+
+
+def _context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    query, key, value, mask, plan, coefficients, query_scale, ctx.flags, ctx.key_scale = inputs
+    ctx.save_for_backward(query, key, value, mask, coefficients, query_scale, *output[1:], *plan)
+
+
+def _gradient(ctx: Any, grad: list[Tensor]) -> tuple[Any, ...]:
+    query, key, value, mask, coefficients, query_scale, *rest = ctx.saved_tensors
+    to_query, to_key, to_value, to_scale = attend_backward(
+        *(grad[0], query, key, value, mask, rest[:4], rest[4:], coefficients, query_scale),
+        *(ctx.flags, ctx.key_scale),
+    )
+    return to_query, to_key, to_value, None, [None] * 5, None, to_scale, None, None
+
+
+attend.register_autograd(_gradient, setup_context=_context)

@@ -1,0 +1,213 @@
+"""BigBird's attention against softmax with its mask, written out block by block."""
+
+import copy
+import math
+
+import pytest
+import torch
+from oracle import gradients
+from test_functional import Largest
+
+from schoenbat.baselines import Softmax
+from schoenbat.baselines.bigbird import BigBird
+
+# Row 0 has holes, row 1 is left-padded, row 2 right-padded.
+KEY_MASK = torch.stack([torch.arange(40) % 4 != 1, torch.arange(40) >= 9, torch.arange(40) < 23])
+
+
+def inputs(n=40, batch=3, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(batch, 2, n, 6, generator=generator, dtype=dtype) for _ in range(3)]
+
+
+def make(**options):
+    return BigBird(6, 2, **{"block_size": 3, "num_random": 2, **options})
+
+
+def seen_blocks(offsets, block, num_blocks):
+    """The blocks that one block sees, as a set; the offsets are those of its random blocks."""
+    ends = {0, num_blocks - 1}
+    if block in ends:
+        return set(range(num_blocks))
+    seen = ends | {block - 1, block, block + 1}
+    others = [j for j in range(num_blocks) if j not in seen]
+    r = len(offsets)
+    stretches = [others[i * len(others) // r : (i + 1) * len(others) // r] for i in range(r)]
+    return seen | {part[int(u * len(part))] for part, u in zip(stretches, offsets, strict=True) if part}
+
+
+def written_out(attention, query, key, value, is_causal):
+    n, size = query.shape[2], attention.block_size
+    num_blocks = math.ceil(n / size)
+    visible = torch.zeros(2, n, n, dtype=torch.bool)
+    for head in range(2):
+        for i in range(n):
+            seen = seen_blocks(attention.offsets[head, i // size].tolist(), i // size, num_blocks)
+            for j in range(i + 1 if is_causal else n):
+                visible[head, i, j] = j // size in seen
+    logits = (query @ key.mT / query.shape[-1] ** 0.5).masked_fill(~visible, -torch.inf)
+    return logits.softmax(-1) @ value
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("n", [1, 3, 5, 19, 26, 40])
+@pytest.mark.parametrize("num_random", [0, 2])
+def test_equals_the_definition(is_causal, n, num_random):
+    tensors = inputs(n)
+    attention = make(num_random=num_random)
+    torch.testing.assert_close(
+        attention(*tensors, is_causal=is_causal), written_out(attention, *tensors, is_causal)
+    )
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("block_size", "num_random"), [(3, 10), (6, 3), (64, 3)])
+@pytest.mark.parametrize("key_mask", [None, KEY_MASK])
+def test_with_a_full_mask_it_is_softmax(is_causal, block_size, num_random, key_mask):
+    tensors = inputs()
+    got = make(block_size=block_size, num_random=num_random)(*tensors, key_mask=key_mask, is_causal=is_causal)
+    expected = Softmax(6, 2)(*tensors, key_mask=key_mask, is_causal=is_causal)
+    if key_mask is not None:
+        expected = expected * key_mask[:, None, :, None]
+    torch.testing.assert_close(got, expected)
+
+
+def test_with_a_sparse_mask_it_is_not():
+    tensors = inputs()
+    assert not torch.allclose(make()(*tensors), Softmax(6, 2)(*tensors), atol=1e-2)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_padded_is_truncated_whatever_is_masked(is_causal):
+    attention = make()
+    real = inputs()
+    padded = [x.masked_fill(~KEY_MASK[:, None, :, None], torch.nan).requires_grad_() for x in real]
+
+    def masked():
+        output = attention(*padded, key_mask=KEY_MASK, is_causal=is_causal)
+        return torch.cat([output[row, :, mask] for row, mask in enumerate(KEY_MASK)], 1)
+
+    def truncated():
+        rows = ([x[row : row + 1, :, mask] for x in real] for row, mask in enumerate(KEY_MASK))
+        return torch.cat([attention(*row, is_causal=is_causal)[0] for row in rows], 1)
+
+    got, got_grads = gradients(masked, padded)
+    real = [x.requires_grad_() for x in real]
+    expected, expected_grads = gradients(truncated, real)
+    torch.testing.assert_close(got, expected)
+    for a, b in zip(got_grads, expected_grads, strict=True):
+        torch.testing.assert_close(a, b)
+        assert (a.masked_select(~KEY_MASK[:, None, :, None]) == 0).all()
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_rows_without_a_token_give_zeros_and_finite_gradients(is_causal):
+    tensors = [x.requires_grad_() for x in inputs()]
+    mask = torch.zeros(3, 40, dtype=torch.bool)
+    mask[0, 20:] = True
+    output, grads = gradients(lambda: make()(*tensors, key_mask=mask, is_causal=is_causal), tensors)
+    assert (output[1:] == 0).all()
+    assert (output[0, :, :20] == 0).all()
+    assert output[0, :, 20:].abs().min() > 0
+    for grad in grads:
+        assert grad.isfinite().all()
+        assert (grad[1:] == 0).all()
+    assert make()(*(x[:, :, :0] for x in tensors)).shape == (3, 2, 0, 6)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("block_size", [1, 16])
+def test_gradients(is_causal, block_size):
+    tensors = [x[:1, :, :9, :3].clone().requires_grad_() for x in inputs()]
+    attention = BigBird(3, 2, block_size=block_size, num_random=1)
+    assert torch.autograd.gradcheck(
+        lambda *x: attention(*x, key_mask=KEY_MASK[:1, :9], is_causal=is_causal), tensors
+    )
+
+
+def test_causal_does_not_see_the_future():
+    before = inputs()
+    after = [x.clone() for x in before]
+    for x in after:
+        x[:, :, 25:] += 1
+    before, after = (make()(*tensors, is_causal=True) for tensors in (before, after))
+    assert torch.equal(before[:, :, :25], after[:, :, :25])
+    assert not torch.equal(before[:, :, 25:], after[:, :, 25:])
+
+
+def test_random_blocks_are_fixed_by_the_seed():
+    tensors = inputs()
+    attention = make()
+    first = attention(*tensors)
+    torch.manual_seed(1)
+    assert torch.equal(first, attention(*tensors))
+    assert torch.equal(first, make(seed=0)(*tensors))
+    assert not torch.equal(first, make(seed=1)(*tensors))
+
+
+def test_state_dict_carries_the_random_blocks():
+    tensors = inputs()
+    attention, other = make(seed=3), make(seed=4)
+    other.load_state_dict(attention.state_dict())
+    assert torch.equal(attention(*tensors), other(*tensors))
+
+
+@pytest.mark.parametrize("cast", ["inputs", "module", "autocast"])
+def test_bfloat16_is_close_to_float32(cast):
+    query, key, value = (x.bfloat16() for x in inputs())
+    expected = make()(query.float(), key.float(), value.float())
+    attention = make().bfloat16() if cast == "module" else make()
+    with torch.autocast("cpu", enabled=cast == "autocast"):
+        got = attention(query, key, value)
+    assert got.dtype == torch.bfloat16
+    assert (got - expected).norm() / expected.norm() < 0.01
+
+
+def test_heads_share_keys_and_values():
+    query, key, value = inputs()
+    shared = make()(query, key[:, :1], value[:, :1], enable_gqa=True)
+    repeated = (x[:, :1].expand(-1, 2, -1, -1) for x in (key, value))
+    assert torch.equal(shared, make()(query, *repeated))
+
+
+def test_is_self_attention_only():
+    query, key, value = inputs()
+    with pytest.raises(ValueError, match="as many queries as keys, got 10 and 40"):
+        make()(query[:, :, :10], key, value)
+
+
+def test_a_compiled_module_equals_the_eager_one():
+    attention = make()
+    compiled = torch.compile(copy.deepcopy(attention), fullgraph=True, backend="aot_eager")
+    tensors = [x.requires_grad_() for x in inputs()]
+    call = {"key_mask": KEY_MASK, "is_causal": True}
+    expected, expected_grads = gradients(lambda: attention(*tensors, **call), tensors)
+    got, got_grads = gradients(lambda: compiled(*tensors, **call), tensors)
+    torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(got_grads, expected_grads)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("n", [4096, 16384])
+def test_no_tensor_is_larger_than_the_sequence_asks_for(is_causal, n):
+    query = torch.randn(1, 1, n, 8)
+    with Largest() as largest, torch.no_grad():
+        BigBird(8, 1)(query, query, query, is_causal=is_causal)
+    # Eight blocks of 64 keys for a query, or 128 queries that see all keys.
+    assert largest.numel <= 8 * 64 * n
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_on_a_gpu(is_causal, dtype):
+    tensors = [x.to(dtype).double().requires_grad_() for x in inputs()]
+    on_gpu = [x.detach().to("cuda", dtype).requires_grad_() for x in tensors]
+    expected, expected_grads = gradients(
+        lambda: make()(*tensors, key_mask=KEY_MASK, is_causal=is_causal), tensors
+    )
+    attention, mask = make().cuda(), KEY_MASK.cuda()
+    got, got_grads = gradients(lambda: attention(*on_gpu, key_mask=mask, is_causal=is_causal).cpu(), on_gpu)
+    tolerance = {torch.float64: 1e-9, torch.float32: 5e-3, torch.bfloat16: 3e-2}[dtype]
+    for a, b in zip([got, *got_grads], [expected, *expected_grads], strict=True):
+        assert (a.cpu().double() - b).norm() <= tolerance * b.norm()

@@ -1,0 +1,228 @@
+"""Performer against its features, written out in float64, and against softmax."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from schoenbat.baselines.performer import Performer
+
+
+def inputs(n=9, num_queries=None, batch=3, dtype=torch.float64):
+    shapes = (num_queries or n, 4), (n, 4), (n, 5)
+    return [torch.randn(batch, 2, *shape, dtype=dtype) for shape in shapes]
+
+
+def masks(n):
+    """With holes, padded on the left, padded on the right."""
+    place = torch.arange(n)
+    return torch.stack([place % 3 != 1, place >= n // 3, place < (n + 1) // 2])
+
+
+def written_out(attention, query, key, value, is_causal):
+    """Nothing stabilised; sequences without padding."""
+    x, y = query / attention.head_dim**0.25, key / attention.head_dim**0.25
+    directions = attention.directions.double()
+    phi_x, phi_y = (torch.exp(z @ directions.mT - z.square().sum(-1, keepdim=True) / 2) for z in (x, y))
+    weights = phi_x @ phi_y.mT
+    weights = weights.tril(key.shape[-2] - query.shape[-2]) if is_causal else weights
+    return (weights @ value) / weights.sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("n", [1, 9, 64, 150])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_equals_the_formula(n, is_causal):
+    attention, tensors = Performer(4, 2, num_features=10), inputs(n)
+    output = attention(*tensors, is_causal=is_causal)
+    torch.testing.assert_close(output, written_out(attention, *tensors, is_causal))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_stabilising_changes_nothing_but_the_range(is_causal):
+    """Exponents whose exponentials do not fit into float32, rising along the sequence."""
+    attention = Performer(4, 2, num_features=16)
+    query, key, value = inputs(150)
+    query = 30 * F.normalize(query, dim=-1)
+    # Rows that begin long have exponents far below zero; as they shrink, the peak rises a hundredfold.
+    key = torch.linspace(40, 1, 150, dtype=torch.float64)[:, None] * F.normalize(key, dim=-1)
+    expected = written_out(attention, query, key, value, is_causal)
+    torch.testing.assert_close(attention(query, key, value, is_causal=is_causal), expected)
+    single = attention(query.float(), key.float(), value.float(), is_causal=is_causal)
+    torch.testing.assert_close(single.double(), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_error_against_softmax_falls_like_one_over_the_root_of_the_features(is_causal):
+    query, key, value = inputs(32)
+    # Long rows have weights of such heavy tails that no affordable D shows the rate.
+    query, key = query / 2, key / 2
+    softmax = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal)
+
+    def error(num_features):
+        outputs = [
+            Performer(4, 2, num_features=num_features, seed=seed)(query, key, value, is_causal=is_causal)
+            for seed in range(20)
+        ]
+        return (torch.stack(outputs) - softmax).square().mean().sqrt()
+
+    few, more, many = error(32), error(512), error(8192)
+    # Sixteen times the features: a quarter of the error.
+    assert 2.5 < few / more < 6.5
+    assert 2.5 < more / many < 6.5
+    assert many < 0.02 * value.std()
+
+
+def test_directions_are_normal_and_orthogonal_in_blocks():
+    directions = Performer(8, 2, num_features=20).directions.double()
+    gram = directions @ directions.mT
+    for block in (slice(0, 8), slice(8, 16), slice(16, 20)):
+        torch.testing.assert_close(gram[block, block], gram[block, block].diag().diag(), atol=1e-5, rtol=0)
+    many = torch.cat([Performer(8, 2, num_features=256, seed=seed).directions for seed in range(40)])
+    # E ω = 0, E ω² = 1, E ω⁴ = 3 for each coordinate, within five standard deviations of 81,920 of them.
+    assert many.mean().abs() < 5 * (1 / many.numel()) ** 0.5
+    assert (many.square().mean() - 1).abs() < 5 * (2 / many.numel()) ** 0.5
+    assert (many.pow(4).mean() - 3).abs() < 5 * (96 / many.numel()) ** 0.5
+
+
+@pytest.mark.parametrize("n", [9, 150])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_padded_is_truncated_in_outputs_and_gradients(n, is_causal):
+    attention, mask = Performer(4, 2, num_features=16), masks(n)
+    padded = [x.masked_fill(~mask[:, None, :, None], torch.nan) for x in inputs(n)]
+    padded = [x.requires_grad_() for x in padded]
+    output = attention(*padded, key_mask=mask, query_mask=mask, is_causal=is_causal)
+    output.transpose(1, 2)[mask].square().sum().backward()
+    for row, real in enumerate(mask):
+        short = [x.detach()[row : row + 1, :, real].requires_grad_() for x in padded]
+        expected = written_out(attention, *short, is_causal)
+        torch.testing.assert_close(output[row : row + 1, :, real], expected)
+        expected.square().sum().backward()
+        for x, y in zip(padded, short, strict=True):
+            torch.testing.assert_close(x.grad[row : row + 1, :, real], y.grad)
+            assert not x.grad[row][:, ~real].any()
+
+
+@pytest.mark.parametrize("num_queries", [1, 4, 12])
+def test_the_last_query_is_aligned_with_the_last_key(num_queries):
+    attention = Performer(4, 2)
+    query, key, value = inputs(num_queries=num_queries)
+    output = attention(query, key, value, is_causal=True)
+    expected = written_out(attention, query, key, value, True).nan_to_num(0.0)
+    torch.testing.assert_close(output, expected)
+
+
+def test_a_query_does_not_see_the_future():
+    attention = Performer(4, 2)
+    query, key, value = inputs(150)
+    before = attention(query, key, value, is_causal=True)
+    # Short keys have the highest exponents: they would move a maximum over the whole sequence.
+    key[:, :, 100:], value[:, :, 100:] = 1e-3, 1e6
+    after = attention(query, key, value, is_causal=True)
+    assert torch.equal(before[:, :, :100], after[:, :, :100])
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_rows_without_a_key_give_zeros_and_finite_gradients(is_causal):
+    key_mask = torch.tensor([[1] * 9, [0] * 4 + [1] * 5, [0] * 9], dtype=torch.bool)
+    tensors = [x.requires_grad_() for x in inputs()]
+    output = Performer(4, 2)(*tensors, key_mask=key_mask, is_causal=is_causal)
+    assert not output[2].any()
+    assert output[1, :, :4].any() != is_causal
+    output.square().sum().backward()
+    for x in tensors:
+        assert x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_gradients(is_causal):
+    attention = Performer(4, 2, num_features=8)
+    tensors = [x.requires_grad_() for x in inputs(4, batch=1)]
+    assert torch.autograd.gradcheck(lambda *x: attention(*x, is_causal=is_causal), tensors)
+
+
+def test_the_directions_are_drawn_from_the_seed_and_saved():
+    first, other = Performer(4, 2, seed=0), Performer(4, 2, seed=1)
+    tensors = inputs()
+    assert torch.equal(first.train()(*tensors), first.eval()(*tensors))
+    assert torch.equal(first(*tensors), Performer(4, 2, seed=0)(*tensors))
+    assert not torch.allclose(first(*tensors), other(*tensors))
+    other.load_state_dict(first.state_dict())
+    assert torch.equal(first(*tensors), other(*tensors))
+    other.redraw(2)
+    assert torch.equal(other(*tensors), Performer(4, 2, seed=2)(*tensors))
+
+
+def test_a_cast_to_half_precision_leaves_the_directions():
+    attention = Performer(4, 2)
+    assert torch.equal(attention.bfloat16().directions, Performer(4, 2).directions)
+    assert attention.double().directions.dtype == torch.float64
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_16_bits_lose_only_the_rounding_of_inputs_and_output(is_causal):
+    attention, tensors = Performer(4, 2), [x.bfloat16() for x in inputs(500)]
+    output = attention(*tensors, is_causal=is_causal)
+    assert output.dtype == torch.bfloat16
+    exact = attention(*(x.double() for x in tensors), is_causal=is_causal)
+    torch.testing.assert_close(output.double(), exact, rtol=2**-8, atol=1e-5)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(attention(*(x.float() for x in tensors), is_causal=is_causal), output)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_compiles_in_one_graph(is_causal):
+    torch._dynamo.reset()  # every baseline is compiled through the same forward, and variants are limited
+    attention, tensors, mask = Performer(4, 2), inputs(70), masks(70)
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    expected = attention(*tensors, key_mask=mask, is_causal=is_causal)
+    torch.testing.assert_close(compiled(*tensors, key_mask=mask, is_causal=is_causal), expected)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_empty_sequences(is_causal):
+    query, key, value = inputs()
+    output = Performer(4, 2)(query, key[:, :, :0], value[:, :, :0], is_causal=is_causal)
+    assert torch.equal(output, torch.zeros(3, 2, 9, 5, dtype=torch.float64))
+    assert Performer(4, 2)(query[:, :, :0], key, value, is_causal=is_causal).shape == (3, 2, 0, 5)
+
+
+class Largest(torch.utils._python_dispatch.TorchDispatchMode):
+    """The largest tensor that any operation makes."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self.numel = max(self.numel, tensor.numel())
+        return out
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_memory_is_linear(is_causal):
+    tensors = [torch.randn(1, 1, 4096, 32, requires_grad=True) for _ in range(3)]
+    with Largest() as largest:
+        Performer(32, 1)(*tensors, is_causal=is_causal).sum().backward()
+    assert largest.numel <= 4096 * 128
+
+
+def test_it_needs_a_feature():
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        Performer(4, 2, num_features=0)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_agrees_with_performer_pytorch(is_causal):
+    package = pytest.importorskip("performer_pytorch").performer_pytorch
+    attention, (query, key, value) = Performer(4, 2), inputs()
+    directions = attention.directions.double()
+    # The package adds 1e-4 to every feature; here nothing is added.
+    features = [
+        package.softmax_kernel(x, projection_matrix=directions, is_query=i == 0, eps=0.0)
+        for i, x in enumerate((query, key))
+    ]
+    sums = package.causal_linear_attention_noncuda if is_causal else package.linear_attention
+    options = {"eps": 0.0} if is_causal else {}
+    torch.testing.assert_close(
+        attention(query, key, value, is_causal=is_causal), sums(*features, value, **options)
+    )

@@ -1,0 +1,250 @@
+"""Reformer's attention against its definition, token by token."""
+
+import copy
+import math
+
+import pytest
+import torch
+from oracle import gradients
+from test_functional import Largest
+
+from schoenbat.baselines.reformer import Reformer
+
+# Row 0 has holes, row 1 is left-padded, row 2 right-padded.
+KEY_MASK = torch.stack([torch.arange(30) % 4 != 1, torch.arange(30) >= 9, torch.arange(30) < 17])
+
+
+def inputs(n=30, batch=3, head_dim=6, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(batch, 2, n, head_dim, generator=generator, dtype=dtype) for _ in range(3)]
+
+
+def make(head_dim=6, **options):
+    return Reformer(head_dim, 2, **{"chunk_size": 4, **options}).eval()
+
+
+def one_round(query, value, rotation, chunk_size, is_causal):
+    """Output and log Σ exp of each token of one head, ``(n, d)`` each."""
+    n, d = query.shape
+    half = math.ceil(n / chunk_size) // 2
+    rotated = query @ rotation[:, :half].to(query)
+    bucket = torch.cat([rotated, -rotated], -1).argmax(-1).tolist() if half else [0] * n
+    ranking = sorted(range(n), key=lambda i: (bucket[i], i))
+    chunk = {token: rank // chunk_size for rank, token in enumerate(ranking)}
+    outputs, log_sums = [], []
+    for i in range(n):
+        met = [j for j in range(n) if chunk[i] - 1 <= chunk[j] <= chunk[i] and j != i]
+        met = [j for j in met if j < i] if is_causal else met
+        if not met:
+            outputs.append(value[i])
+            log_sums.append(torch.tensor(-1e5, dtype=torch.float64))
+            continue
+        logits = torch.stack([query[i] @ query[j] / query[j].norm() / d**0.5 for j in met])
+        outputs.append(logits.softmax(0) @ value[met])
+        log_sums.append(logits.logsumexp(0))
+    return torch.stack(outputs), torch.stack(log_sums)
+
+
+def written_out(attention, query, value, is_causal):
+    output = torch.empty_like(value)
+    for row in range(query.shape[0]):
+        for head in range(query.shape[1]):
+            rounds = [
+                one_round(query[row, head], value[row, head], rotation, attention.chunk_size, is_causal)
+                for rotation in attention.rotations[head]
+            ]
+            outputs, log_sums = (torch.stack(x) for x in zip(*rounds, strict=True))
+            output[row, head] = (log_sums.softmax(0)[..., None] * outputs).sum(0)
+    return output
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("n", [1, 4, 5, 13, 30])
+@pytest.mark.parametrize("num_rounds", [1, 2])
+def test_equals_the_definition(is_causal, n, num_rounds):
+    query, key, value = inputs(n, batch=2)
+    attention = make(num_rounds=num_rounds)
+    got = attention(query, key, value, is_causal=is_causal)
+    torch.testing.assert_close(got, written_out(attention, query, value, is_causal))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_one_chunk_is_softmax_over_normalised_shared_keys_without_oneself(is_causal):
+    query, key, value = inputs()
+    logits = query @ torch.nn.functional.normalize(query, dim=-1).mT / 6**0.5
+    hidden = torch.eye(30, dtype=torch.bool)
+    if is_causal:
+        hidden = torch.ones(30, 30, dtype=torch.bool).triu()
+        hidden[0, 0] = False  # the first token has nothing but itself
+    expected = logits.masked_fill(hidden, -torch.inf).softmax(-1) @ value
+    got = make(chunk_size=64)(query, key, value, is_causal=is_causal)
+    torch.testing.assert_close(got, expected)
+
+
+def test_a_token_alone_gets_its_own_value():
+    query, key, value = inputs()
+    mask = torch.zeros(3, 30, dtype=torch.bool)
+    mask[:, 11] = True
+    output = make()(query, key, value, key_mask=mask)
+    torch.testing.assert_close(output[:, :, 11], value[:, :, 11])
+    assert (output[:, :, :11] == 0).all()
+
+
+def test_the_key_is_not_used():
+    query, key, value = inputs()
+    assert torch.equal(make()(query, key, value), make()(query, key + 1, value))
+
+
+def test_like_tokens_find_each_other_in_a_long_sequence():
+    """What hashing is for: each token occurs twice, and attends to its other self wherever that stands."""
+    half = 20 * torch.nn.functional.normalize(torch.randn(1, 2, 512, 32), dim=-1)
+    query = torch.cat([half, half.flip(2)], 2)
+    value = torch.randn(1, 2, 512, 1)
+    value = torch.cat([value, value.flip(2)], 2)
+    found = Reformer(32, 2, num_rounds=8).eval()(query * 32**0.5, query, value)
+    assert ((found - value).abs() < 1e-2).double().mean() > 0.95
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_padded_is_truncated_whatever_is_masked(is_causal):
+    attention = make()
+    real = inputs()
+    padded = [x.masked_fill(~KEY_MASK[:, None, :, None], torch.nan).requires_grad_() for x in real]
+    got, got_grads = gradients(
+        lambda: torch.cat(
+            [
+                attention(*padded, key_mask=KEY_MASK, is_causal=is_causal)[row, :, mask]
+                for row, mask in enumerate(KEY_MASK)
+            ],
+            1,
+        ),
+        padded,
+    )
+    real = [x.requires_grad_() for x in real]
+    expected, expected_grads = gradients(
+        lambda: torch.cat(
+            [
+                attention(*(x[row : row + 1, :, mask] for x in real), is_causal=is_causal)[0]
+                for row, mask in enumerate(KEY_MASK)
+            ],
+            1,
+        ),
+        real,
+    )
+    torch.testing.assert_close(got, expected)
+    for a, b in zip(got_grads, expected_grads, strict=True):
+        torch.testing.assert_close(a, b)
+        assert (a.masked_select(~KEY_MASK[:, None, :, None]) == 0).all()
+
+
+def test_rows_without_a_token_give_zeros_and_finite_gradients():
+    tensors = [x.requires_grad_() for x in inputs()]
+    mask = torch.zeros(3, 30, dtype=torch.bool)
+    mask[0] = True
+    output, grads = gradients(lambda: make()(*tensors, key_mask=mask), tensors)
+    assert (output[1:] == 0).all()
+    for grad in grads:
+        assert grad.isfinite().all()
+        assert (grad[1:] == 0).all()
+    assert make()(*(x[:, :, :0] for x in tensors)).shape == (3, 2, 0, 6)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_gradients(is_causal):
+    query, _, value = (x[:2, :, :9].clone().requires_grad_() for x in inputs())
+    attention = make(chunk_size=2)
+    assert torch.autograd.gradcheck(
+        lambda q, v: attention(q, q.detach(), v, key_mask=KEY_MASK[:2, :9], is_causal=is_causal),
+        (query, value),
+    )
+
+
+def test_causal_mixes_nothing_of_the_future():
+    query, key, value = inputs()
+    changed = value.clone()
+    changed[:, :, 20:] += 1
+    before, after = (make()(query, key, v, is_causal=True) for v in (value, changed))
+    assert torch.equal(before[:, :, :20], after[:, :, :20])
+    assert not torch.equal(before[:, :, 20:], after[:, :, 20:])
+    changed = query.clone()
+    changed[:, :, 20:] += 1
+    before, after = (make(chunk_size=64)(q, key, value, is_causal=True) for q in (query, changed))
+    torch.testing.assert_close(before[:, :, :20], after[:, :, :20])
+
+
+def test_rotations_are_drawn_anew_in_training_only():
+    tensors = inputs()
+    attention = make()
+    first = attention(*tensors)
+    torch.manual_seed(1)
+    assert torch.equal(first, attention(*tensors))
+    assert torch.equal(first, make(seed=0)(*tensors))
+    assert not torch.equal(first, make(seed=1)(*tensors))
+    attention.train()
+    assert not torch.equal(attention(*tensors), attention(*tensors))
+
+
+def test_state_dict_carries_the_rotations_to_any_length():
+    tensors = inputs()
+    attention, other = make(seed=3), make(seed=4)
+    other.load_state_dict(attention.state_dict())
+    assert torch.equal(attention(*tensors), other(*tensors))
+
+
+@pytest.mark.parametrize("cast", ["inputs", "module", "autocast"])
+def test_bfloat16_is_close_to_float32(cast):
+    query, key, value = (x.bfloat16() for x in inputs(n=50))
+    expected = make()(query.float(), key.float(), value.float())
+    attention = make().bfloat16() if cast == "module" else make()
+    with torch.autocast("cpu", enabled=cast == "autocast"):
+        got = attention(query, key, value)
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got, expected.bfloat16())
+
+
+def test_heads_share_values():
+    query, key, value = inputs()
+    shared = make()(query, key[:, :1], value[:, :1], enable_gqa=True)
+    assert torch.equal(shared, make()(query, key, value[:, :1].expand(-1, 2, -1, -1)))
+
+
+def test_is_self_attention_only():
+    query, key, value = inputs()
+    with pytest.raises(ValueError, match="as many queries as keys, got 10 and 30"):
+        make()(query[:, :, :10], key, value)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_compiled_module_equals_the_eager_one(is_causal):
+    attention = make()
+    compiled = torch.compile(copy.deepcopy(attention), fullgraph=True, backend="aot_eager")
+    tensors = [x.requires_grad_() for x in inputs()]
+    call = {"key_mask": KEY_MASK, "is_causal": is_causal}
+    expected, expected_grads = gradients(lambda: attention(*tensors, **call), tensors)
+    got, got_grads = gradients(lambda: compiled(*tensors, **call), tensors)
+    torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(got_grads, expected_grads)
+
+
+@pytest.mark.parametrize("n", [4096, 32768])
+def test_no_tensor_is_larger_than_the_sequence_asks_for(n):
+    query = torch.randn(1, 1, n, 8)
+    with Largest() as largest, torch.no_grad():
+        Reformer(8, 1).eval()(query, query, query, is_causal=True)
+    # Two rounds of 128 scores, or of at most 256 rotated coordinates, a token.
+    assert largest.numel <= 2 * 256 * n
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_on_a_gpu(is_causal):
+    tensors = [x.requires_grad_() for x in inputs()]
+    on_gpu = [x.detach().cuda().requires_grad_() for x in tensors]
+    expected, expected_grads = gradients(
+        lambda: make()(*tensors, key_mask=KEY_MASK, is_causal=is_causal), tensors
+    )
+    attention, mask = make().cuda(), KEY_MASK.cuda()
+    got, got_grads = gradients(lambda: attention(*on_gpu, key_mask=mask, is_causal=is_causal).cpu(), on_gpu)
+    torch.testing.assert_close(got, expected)
+    for a, b in zip(got_grads, expected_grads, strict=True):
+        torch.testing.assert_close(a.cpu(), b)

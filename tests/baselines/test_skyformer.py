@@ -1,0 +1,214 @@
+"""Skyformer against its kernels, written out for each unpadded sequence in float64."""
+
+import pytest
+import torch
+
+from schoenbat.baselines.skyformer import Skyformer
+
+
+def inputs(n=30, num_queries=None, batch=3, dtype=torch.float64):
+    shapes = (num_queries or n, 4), (n, 4), (n, 5)
+    return [torch.randn(batch, 2, *shape, dtype=dtype) for shape in shapes]
+
+
+def masks(n):
+    """With holes, padded on the left, padded on the right."""
+    place = torch.arange(n)
+    return torch.stack([place % 3 != 1, place >= n // 3, place < n // 6])
+
+
+def gaussian(x, y):
+    squares = (x[..., :, None, :] - y[..., None, :, :]).square().sum(-1)
+    return torch.exp(-squares / (2 * x.shape[-1] ** 0.5))
+
+
+def chosen(x, offsets):
+    """One token from each stretch of a sequence ``(H, n, d)``; all of a short one."""
+    n, count = x.shape[-2], min(x.shape[-2], len(offsets))
+    bounds = [n * i // count for i in range(count + 1)]
+    places = [a + int((b - a) * u) for a, b, u in zip(bounds, bounds[1:], offsets.tolist(), strict=False)]
+    return x[:, places]
+
+
+def inverse_by_steps(matrix, iterations):
+    """``Z ← Z (I + R + R² + R³/4)`` with ``R = I − AZ``, of the matrix scaled by its row sums."""
+    root = matrix.sum(-1).sqrt().diag_embed()
+    scaled = root.inverse() @ matrix @ root.inverse()
+    inverse = identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype)
+    for _ in range(iterations):
+        rest = identity - scaled @ inverse
+        inverse = inverse @ (identity + rest + rest @ rest + rest @ rest @ rest / 4)
+    return root.inverse() @ inverse @ root.inverse()
+
+
+def written_out(attention, query, key, value):
+    """One sequence ``(H, n, d)`` without padding."""
+    landmarks = [chosen(x, u) for x, u in zip((query, key), attention.offsets, strict=True)]
+    landmarks = torch.cat(landmarks, dim=-2)
+    identity = torch.eye(landmarks.shape[-2], dtype=query.dtype)
+    between = gaussian(landmarks, landmarks) + attention.regularization * identity
+    inverse = inverse_by_steps(between, attention.iterations)
+    return gaussian(query, landmarks) @ inverse @ gaussian(landmarks, key) @ value
+
+
+@pytest.mark.parametrize("n", [1, 8, 9, 30, 64])
+@pytest.mark.parametrize("iterations", [1, 6])
+def test_equals_the_formula(n, iterations):
+    attention, tensors = Skyformer(4, 2, num_landmarks=8, iterations=iterations, seed=3).eval(), inputs(n)
+    expected = [written_out(attention, *x) for x in zip(*tensors, strict=True)]
+    torch.testing.assert_close(attention(*tensors), torch.stack(expected))
+
+
+@pytest.mark.parametrize(("num_queries", "n"), [(3, 30), (30, 3), (1, 1)])
+def test_cross_attention(num_queries, n):
+    attention, tensors = Skyformer(4, 2, num_landmarks=8).eval(), inputs(n, num_queries=num_queries)
+    expected = [written_out(attention, *x) for x in zip(*tensors, strict=True)]
+    torch.testing.assert_close(attention(*tensors), torch.stack(expected))
+
+
+def test_all_tokens_as_landmarks_give_gaussian_kernel_attention():
+    query, key, value = inputs()
+    exact = gaussian(query, key) @ value
+    attention = Skyformer(4, 2, num_landmarks=30, iterations=40, regularization=1e-6)
+    torch.testing.assert_close(attention(query, key, value), exact, rtol=0, atol=1e-4)
+    # Six steps and the default γ leave out what is small in the spectrum.
+    few_steps = Skyformer(4, 2, num_landmarks=30)(query, key, value)
+    assert (few_steps - exact).norm() < 0.1 * exact.norm()
+
+
+def test_the_error_falls_with_the_landmarks():
+    query, key, value = inputs(200)
+    exact = gaussian(query, key) @ value
+
+    def error(num_landmarks):
+        attention = Skyformer(4, 2, num_landmarks=num_landmarks, iterations=12, regularization=1e-3).eval()
+        return float((attention(query, key, value) - exact).norm() / exact.norm())
+
+    errors = [error(m) for m in (4, 16, 64)]
+    assert errors[0] > 2 * errors[1] > 4 * errors[2]
+
+
+def test_rows_are_not_divided_by_their_sum():
+    """Twice the same keys and values: twice the output."""
+    query, key, value = inputs(10, batch=1)
+    attention = Skyformer(4, 2, num_landmarks=20, iterations=40, regularization=1e-6)
+    twice = attention(query, torch.cat([key, key], dim=-2), torch.cat([value, value], dim=-2))
+    torch.testing.assert_close(twice, 2 * attention(query, key, value), rtol=0, atol=1e-4)
+
+
+def test_landmarks_are_fixed_in_eval_and_drawn_anew_in_training():
+    attention, tensors = Skyformer(4, 2, num_landmarks=8), inputs()
+    attention.train()
+    assert not torch.allclose(attention(*tensors), attention(*tensors))
+    attention.eval()
+    assert torch.equal(attention(*tensors), attention(*tensors))
+    assert torch.equal(attention(*tensors), Skyformer(4, 2, num_landmarks=8).eval()(*tensors))
+
+
+def test_the_choice_is_drawn_from_the_seed_and_saved():
+    first, other = (Skyformer(4, 2, num_landmarks=8, seed=seed).eval() for seed in (0, 1))
+    tensors = inputs()
+    assert not torch.allclose(first(*tensors), other(*tensors))
+    other.load_state_dict(first.state_dict())
+    assert torch.equal(first(*tensors), other(*tensors))
+
+
+def test_a_cast_to_half_precision_leaves_the_choice():
+    attention = Skyformer(4, 2)
+    assert torch.equal(attention.bfloat16().offsets, Skyformer(4, 2).offsets)
+
+
+def test_padded_is_truncated_in_outputs_and_gradients():
+    """One sequence of the batch is shorter than the landmarks are many."""
+    attention, mask = Skyformer(4, 2, num_landmarks=8).eval(), masks(30)
+    padded = [x.masked_fill(~mask[:, None, :, None], torch.nan) for x in inputs()]
+    padded = [x.requires_grad_() for x in padded]
+    output = attention(*padded, key_mask=mask, query_mask=mask)
+    output.transpose(1, 2)[mask].square().sum().backward()
+    for row, real in enumerate(mask):
+        short = [x.detach()[row][:, real].requires_grad_() for x in padded]
+        expected = written_out(attention, *short)
+        torch.testing.assert_close(output[row][:, real], expected)
+        expected.square().sum().backward()
+        for x, y in zip(padded, short, strict=True):
+            torch.testing.assert_close(x.grad[row][:, real], y.grad)
+            assert not x.grad[row][:, ~real].any()
+
+
+def test_rows_without_a_key_give_zeros_and_finite_gradients():
+    mask = torch.tensor([True, False, True])[:, None].expand(3, 30)
+    tensors = [x.requires_grad_() for x in inputs()]
+    output = Skyformer(4, 2, num_landmarks=8)(*tensors, key_mask=mask)
+    assert not output[1].any()
+    assert output[0].any()
+    output.square().sum().backward()
+    for x in tensors:
+        assert x.grad.isfinite().all()
+
+
+def test_it_has_no_causal_form():
+    with pytest.raises(ValueError, match="no causal form"):
+        Skyformer(4, 2)(*inputs(), is_causal=True)
+
+
+@pytest.mark.parametrize("num_landmarks", [3, 8])
+def test_gradients(num_landmarks):
+    attention = Skyformer(4, 2, num_landmarks=num_landmarks).eval()
+    assert torch.autograd.gradcheck(attention, [x.requires_grad_() for x in inputs(7, batch=1)])
+
+
+@pytest.mark.parametrize("n", [8, 500])
+def test_16_bits_lose_only_the_rounding_of_inputs_and_output(n):
+    attention, tensors = Skyformer(4, 2).eval(), [x.bfloat16() for x in inputs(n)]
+    output = attention(*tensors)
+    assert output.dtype == torch.bfloat16
+    exact = attention(*(x.double() for x in tensors))
+    torch.testing.assert_close(output.double(), exact, rtol=2**-8, atol=2e-4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(attention(*(x.float() for x in tensors)), output)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_compiles_in_one_graph(training):
+    torch._dynamo.reset()  # every baseline is compiled through the same forward, and variants are limited
+    attention, tensors, mask = Skyformer(4, 2, num_landmarks=8).train(training), inputs(), masks(30)
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    masked = {"key_mask": mask, "query_mask": mask}
+    torch.manual_seed(0)
+    expected = attention(*tensors, **masked)
+    torch.manual_seed(0)
+    torch.testing.assert_close(compiled(*tensors, **masked), expected)
+
+
+def test_empty_sequences():
+    attention, (query, key, value) = Skyformer(4, 2, num_landmarks=8), inputs()
+    output = attention(query, key[:, :, :0], value[:, :, :0])
+    assert torch.equal(output, torch.zeros(3, 2, 30, 5, dtype=torch.float64))
+    assert attention(query[:, :, :0], key, value).shape == (3, 2, 0, 5)
+
+
+class Largest(torch.utils._python_dispatch.TorchDispatchMode):
+    """The largest tensor that any operation makes."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self.numel = max(self.numel, tensor.numel())
+        return out
+
+
+def test_memory_is_linear():
+    tensors = [torch.randn(1, 1, 4096, 32, requires_grad=True) for _ in range(3)]
+    with Largest() as largest:
+        Skyformer(32, 1)(*tensors).sum().backward()
+    assert largest.numel <= 4096 * 128
+
+
+def test_options_are_checked():
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        Skyformer(4, 2, num_landmarks=0)
+    with pytest.raises(ValueError, match="must be positive, got 0"):
+        Skyformer(4, 2, regularization=0.0)
