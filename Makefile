@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test lint types unit slow bench clean
+.PHONY: help demo test lint types unit slow bench test-gpu bench-gpu clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -36,6 +36,12 @@ slow: $(READY)  ## the statistical tests that take minutes
 
 bench: $(READY)  ## speed on this machine's CPU, beside SDPA, into benchmarks/results/
 	$(BIN)/python benchmarks/cpu.py
+
+test-gpu: $(READY)  ## the tests that need a CUDA device
+	$(BIN)/python -m pytest -m gpu
+
+bench-gpu: $(READY)  ## speed on this machine's GPU beside SDPA and the memory floor, into benchmarks/results/
+	$(BIN)/python benchmarks/gpu.py
 
 clean:  ## remove the virtual environment and what tools cached
 	rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis build dist

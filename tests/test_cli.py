@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from schoenbat.cli import app
-from schoenbat.experiments import demo, error, speed
+from schoenbat.experiments import comparison, demo, error, speed
 
 
 @pytest.fixture
@@ -35,6 +35,12 @@ def tiny(monkeypatch):
             **speeds | {"kernels": ("exp",), "num_features": (4,), "rivals": ("sdpa",)} | more
         ),
     )
+    small = {"lengths": (16, 32), "num_heads": 2, "head_dim": 8}
+    for options, less in [
+        (comparison.SpeedComparison, {"seconds": 0.0}),
+        (comparison.ErrorComparison, {"repetitions": 2}),
+    ]:
+        monkeypatch.setattr(options, "quick", partial(options, **small | less))
     monkeypatch.setattr(demo, "DemoOptions", lambda seed: training)
 
 
@@ -58,6 +64,10 @@ def test_without_a_command_the_commands_are_listed():
         (["error", "--kernels", "exp,foo"], "foo"),
         (["error", "--repetitions", "1"], "repetitions"),
         (["speed", "--device", "toaster"], "toaster"),
+        (["speed", "--attentions", "softmax,foo"], "known are softmax"),
+        (["error", "--attentions", "rfa:colour=3"], "colour"),
+        (["error", "--attentions", "all", "--kernels", "exp"], "--kernels"),
+        (["speed", "--attentions", "all", "--long"], "--long"),
     ],
 )
 def test_wrong_options_are_named_without_a_traceback(invoke, tmp_path, arguments, problem):
@@ -75,6 +85,13 @@ def test_wrong_options_are_named_without_a_traceback(invoke, tmp_path, arguments
         (["error", "--quick", "--kernels", "exp,inv"], "error", 2 * 3 * 2, "exact-low"),
         (["speed", "--quick", "--kernels", "inv"], "speed", 2 * 2 * 4, "vs sdpa"),
         (["speed", "--quick", "--long"], "speed-long", 2 * 2 * 2, "faster than SDPA"),
+        (["speed", "--quick", "--attentions", "softmax,rfa"], "speed-attentions", 2 * 2 * 2, "growth"),
+        (
+            ["error", "--quick", "--attentions", "mean", "--attentions", "schoenbat:post=false,seed=1"],
+            "error-attentions",
+            2 * 2,
+            "* approximates something else",
+        ),
     ],
 )
 def test_experiments_print_tables_and_write_json_and_svg(invoke, tmp_path, arguments, name, num_rows, shown):

@@ -8,7 +8,6 @@ import torch
 from schoenbat.modules import SchoenbAt
 from schoenbat.registry import attention_names, build_attention
 
-
 CAUSAL = [name for name in attention_names() if name not in ("nystromformer", "skyformer")]
 
 
@@ -72,7 +71,10 @@ def test_options_reach_the_class_with_their_types():
     [
         ("sofmax", "unknown attention 'sofmax'; known are softmax, reformer, .*, none"),
         ("", "unknown attention ''"),
-        ("softmax:temperature=2", "unknown option 'temperature' of attention 'softmax'; known are naive, qk_norm, dropout, causal"),
+        (
+            "softmax:temperature=2",
+            "unknown option 'temperature' of attention 'softmax'; known are naive, qk_norm, dropout, causal",
+        ),
         ("schoenbat:head_dim=4", "unknown option 'head_dim' .* num_features, kernel, construction"),
         ("schoenbat:kernel", "has no value; write kernel=value"),
         ("mean:causal=yes", "causal of attention 'mean' is true or false, got 'yes'"),

@@ -17,6 +17,7 @@ except ModuleNotFoundError as missing:
     raise SystemExit(INSTALL.format(missing.name)) from None
 
 if TYPE_CHECKING:
+    from schoenbat.experiments.comparison import ErrorComparison, SpeedComparison
     from schoenbat.experiments.demo import DemoOptions, DemoRow
     from schoenbat.experiments.error import ErrorOptions, ErrorRow
     from schoenbat.experiments.speed import SpeedOptions, SpeedRow
@@ -37,18 +38,45 @@ Out = Annotated[Path, typer.Option(help="Directory for the JSON and SVG files.")
 Seed = Annotated[int, typer.Option(help="What inputs and feature maps are drawn from.")]
 Kernels = Annotated[str | None, typer.Option(help="Kernels, separated by commas.")]
 
+Attentions = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Compare attentions instead: 'all', or names separated by commas, with options as in "
+        "'schoenbat:kernel=inv,post=false'. May be repeated."
+    ),
+]
 
-@app.command(epilog="Example: schoenbat error --quick --kernels exp,inv --out results")
+
+@app.command(
+    epilog="Example: schoenbat error --quick --kernels exp,inv --out results\n\n"
+    "Example: schoenbat error --attentions all --attentions schoenbat:construction=exact-low"
+)
 def error(
     quick: Quick = False,
     kernels: Kernels = None,
+    attentions: Attentions = None,
     repetitions: Annotated[int | None, typer.Option(min=2, help="Inputs and maps a cell.")] = None,
     seed: Seed = 0,
     out: Out = Path("out"),
 ) -> None:
-    """How far RMFA is from exact kernelized attention, for every construction of the feature map."""
+    """How far RMFA is from exact kernelized attention, for every construction of the feature map.
+
+    With --attentions: how far each attention is from softmax on the same inputs, over the length n, as a
+    share of what plain averaging is off. Reformer, Skyformer, cosFormer, RFA, mean and none approximate
+    something else than softmax(QKᵀ/√d), or nothing: for them it is a distance, no approximation error. The
+    logits are 4 times a cosine; a bare schoenbat has that scale and no post-SBN.
+    """
+    from schoenbat.experiments.comparison import ErrorComparison, parse_attentions
     from schoenbat.experiments.error import ErrorOptions
 
+    if attentions:
+        with _explained():
+            _refuse_with_attentions(kernels=kernels)
+            comparison = (ErrorComparison.quick if quick else ErrorComparison)(
+                **_given(attentions=parse_attentions(attentions), repetitions=repetitions, seed=seed)
+            )
+        _print_files(_compare_error(comparison, out / "error-attentions"))
+        return
     with _explained():
         options = (ErrorOptions.quick if quick else ErrorOptions)(
             **_given(kernels=_names(kernels), repetitions=repetitions, seed=seed)
@@ -56,24 +84,40 @@ def error(
     _print_files(_measure_error(options, out / "error")[1])
 
 
-@app.command(epilog="Example: schoenbat speed --long --device cuda")
+@app.command(
+    epilog="Example: schoenbat speed --long --device cuda\n\n"
+    "Example: schoenbat speed --quick --attentions all"
+)
 def speed(
     quick: Quick = False,
     long: Annotated[
         bool, typer.Option("--long", help="Up to 131,072 tokens, for the crossover with SDPA.")
     ] = False,
     kernels: Kernels = None,
+    attentions: Attentions = None,
     budget: Annotated[
-        float | None, typer.Option(help="Leave out quadratic rivals beyond this many seconds a call.")
+        float | None, typer.Option(help="Leave out what is expected to take more seconds a call.")
     ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
     seed: Seed = 0,
     out: Out = Path("out"),
 ) -> None:
-    """How fast RMFA is beside exact kernelized attention and SDPA, and how much memory each takes."""
+    """How fast RMFA is beside exact kernelized attention and SDPA, and how much memory each takes.
+
+    With --attentions: time, memory and their growth with the length n, of each attention.
+    """
+    from schoenbat.experiments.comparison import SpeedComparison, parse_attentions
     from schoenbat.experiments.speed import SpeedOptions
 
     given = _given(kernels=_names(kernels), budget=budget, device=device, seed=seed)
+    if attentions:
+        with _explained():
+            _refuse_with_attentions(kernels=kernels, long=long)
+            comparison = (SpeedComparison.quick if quick else SpeedComparison)(
+                attentions=parse_attentions(attentions), **given
+            )
+        _print_files(_compare_speed(comparison, out / "speed-attentions"))
+        return
     with _explained():
         if long:
             options = SpeedOptions.long(longest=4096 if quick else 131_072, **given)
@@ -125,6 +169,24 @@ def _measure_speed(options: "SpeedOptions", path: Path) -> "tuple[list[SpeedRow]
             console.print(line)
         return rows, _write(path, options, rows, plots.length_plot(rows), options.device)
     return rows, _write(path, options, rows, plots.speedup_plot(rows), options.device)
+
+
+def _compare_error(options: "ErrorComparison", path: Path) -> list[Path]:
+    from schoenbat.experiments import comparison as experiment
+    from schoenbat.report import plots, tables
+
+    rows = _track(experiment.run_error(options), options.total, "error")
+    console.print(tables.attention_error_table(rows))
+    return _write(path, options, rows, plots.attention_error_plot(rows))
+
+
+def _compare_speed(options: "SpeedComparison", path: Path) -> list[Path]:
+    from schoenbat.experiments import comparison as experiment
+    from schoenbat.report import plots, tables
+
+    rows = _track(experiment.run_speed(options), options.total, "speed")
+    console.print(tables.attention_speed_table(rows))
+    return _write(path, options, rows, plots.attention_speed_plot(rows), options.device)
 
 
 def _train(options: "DemoOptions", path: Path) -> "tuple[list[DemoRow], list[Path]]":
@@ -181,6 +243,12 @@ def _print_files(files: list[Path]) -> None:
 
 def _names(text: str | None) -> tuple[str, ...] | None:
     return None if text is None else tuple(name.strip() for name in text.split(","))
+
+
+def _refuse_with_attentions(**others: object) -> None:
+    for name, value in others.items():
+        if value:
+            raise ValueError(f"--attentions and --{name} are two experiments; choose one")
 
 
 def _given(**options: object) -> dict[str, Any]:

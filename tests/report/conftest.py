@@ -4,9 +4,11 @@ import itertools
 
 import pytest
 
+from schoenbat.experiments.comparison import AttentionError, AttentionSpeed, approximates_softmax
 from schoenbat.experiments.demo import DemoRow
 from schoenbat.experiments.error import ErrorRow
 from schoenbat.experiments.speed import PASSES, SpeedRow
+from schoenbat.registry import attention_names
 from schoenbat.training import Progress, TrainingResult
 
 
@@ -30,6 +32,25 @@ def speeds():
             SpeedRow("exact", "exp", length, None, direction, 4 * seconds, memory=2**36),
             SpeedRow("rmfa", "exp", length, 120, direction, seconds / 100, memory=3 * 2**20),
         )
+    ]
+
+
+@pytest.fixture
+def attention_speeds():
+    """Time grows like n², memory like n; softmax was left out at the longest."""
+    return [
+        AttentionSpeed(name, length, direction)
+        if (name, length) == ("softmax", 8192)
+        else AttentionSpeed(name, length, direction, 1e-7 * length**2, memory=2**15 * length)
+        for name, length, direction in itertools.product(attention_names(), (1024, 2048, 4096, 8192), PASSES)
+    ]
+
+
+@pytest.fixture
+def attention_errors():
+    return [
+        AttentionError(name, length, 0.0 if name == "softmax" else 1.234e-5, 1e-6, approximates_softmax(name))
+        for name, length in itertools.product(attention_names(), (128, 256, 512, 1024))
     ]
 
 

@@ -13,6 +13,8 @@ from schoenbat.report import plots
         (plots.error_plot, "errors", ["exp, paper", "sqrt, exact-low", "d = 200"]),
         (plots.speedup_plot, "speeds", ["exp, forward", "exp, forward+backward", "n = 131,072"]),
         (plots.length_plot, "speeds", ["RMFA, exp", "SDPA", "forward+backward"]),
+        (plots.attention_speed_plot, "attention_speeds", ["nystromformer", "mean", "forward+backward"]),
+        (plots.attention_error_plot, "attention_errors", ["approximates softmax", "performer", "rfa"]),
         (plots.training_plot, "trained", ["softmax", "schoenbat", "most frequent label"]),
     ],
 )
@@ -31,3 +33,15 @@ def test_the_same_rows_give_the_same_file(trained):
 def test_what_was_not_measured_is_not_drawn(speeds):
     figures = [plots.length_plot(rows) for rows in (speeds, [row for row in speeds if row.method != "sdpa"])]
     assert ["<!-- SDPA -->" in svg for svg in figures] == [True, False]
+
+
+def test_an_aim_that_no_attention_has_gets_no_panel(attention_errors):
+    other = [row for row in attention_errors if not row.approximates_softmax]
+    svg = plots.attention_error_plot(other)
+    assert "something else: a distance" in svg
+    assert "approximates softmax" not in svg
+
+
+def test_attentions_are_told_apart_by_colour_and_dashes(attention_errors):
+    styles = plots._styles(row.attention for row in attention_errors)
+    assert len({tuple(style.items()) for style in styles.values()}) == len(styles)

@@ -1,6 +1,7 @@
 """Tables fit 100 columns, show every row, and leave cells empty where nothing was measured."""
 
 import io
+from dataclasses import replace
 
 from rich.console import Console
 
@@ -13,8 +14,14 @@ def printed(table):
     return console.file.getvalue()
 
 
-def test_tables_fit_100_columns(errors, speeds, trained):
-    for table in (*tables.error_tables(errors), *tables.speed_tables(speeds), tables.demo_table(trained)):
+def test_tables_fit_100_columns(errors, speeds, attention_speeds, attention_errors, trained):
+    for table in (
+        *tables.error_tables(errors),
+        *tables.speed_tables(speeds),
+        tables.attention_speed_table(attention_speeds),
+        tables.attention_error_table(attention_errors),
+        tables.demo_table(trained),
+    ):
         assert Console(width=10_000).measure(table).maximum <= 100
         assert "…" not in printed(table)
 
@@ -41,6 +48,30 @@ def test_crossover_in_words(speeds):
     ]
     without = [row for row in speeds if row.method != "sdpa"]
     assert "not faster than SDPA to the end" in next(tables.crossover_lines(without))
+
+
+def cells(text, name):
+    return next(line for line in text.splitlines() if line.split()[:1] == [name]).split()[1:]
+
+
+def test_attention_speed_table_shows_growth_and_leaves_out_what_was_not_measured(attention_speeds):
+    text = printed(tables.attention_speed_table(attention_speeds))
+    assert cells(text, "performer") == ["105", "419", "1,678", "6,711", "2.00", "256", "1.00"]
+    assert cells(text, "softmax") == ["105", "419", "1,678", "–", "2.00", "–", "1.00"]
+
+
+def test_attention_error_table_marks_what_approximates_something_else(attention_errors):
+    text = printed(tables.attention_error_table(attention_errors))
+    assert cells(text, "performer")[:3] == ["1.2e-05", "±", "1e-06"]
+    assert cells(text, "rfa")[:2] == ["*", "1.2e-05"]
+    assert "* approximates something else" in text
+
+
+def test_long_names_of_attentions_are_folded(attention_errors):
+    long = "schoenbat:kernel=inv,post=false,construction=exact-low,num_features=256,normalization=l2"
+    text = printed(tables.attention_error_table([replace(row, attention=long) for row in attention_errors]))
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= 100
 
 
 def test_demo_table_and_summary(errors, speeds, trained):

@@ -49,8 +49,8 @@ def _obstacle(query: Tensor, value: Tensor, feature_map: FeatureMap, is_causal: 
         return "it has no causal form yet"
     if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"it knows float16, bfloat16 and float32, the query is {query.dtype}"
-    if max(query.shape[-1], value.shape[-1]) > 256:
-        return f"heads are at most 256 wide, got {query.shape[-1]} and {value.shape[-1]}"
+    if max(query.shape[-1], value.shape[-1]) > 128:
+        return f"heads are at most 128 wide, got {query.shape[-1]} and {value.shape[-1]}"
     if any(t.requires_grad for t in (*feature_map.blocks.maps, feature_map.weight)):
         return "it gives no gradients to a trainable map yet"
     if not _as_operators():

@@ -1,12 +1,14 @@
 """Results as figures, drawn to SVG text without a display."""
 
 import io
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
 
+from schoenbat.experiments.comparison import AttentionError, AttentionSpeed, approximates_softmax
 from schoenbat.experiments.demo import DemoRow
 from schoenbat.experiments.error import ErrorRow
 from schoenbat.experiments.speed import PASSES, SpeedRow, speedup
@@ -61,25 +63,46 @@ def speedup_plot(rows: Sequence[SpeedRow]) -> str:
 
 def length_plot(rows: Sequence[SpeedRow]) -> str:
     """Time and memory of every method against the length of the sequence."""
-    quantities = {"median": "seconds", "memory": "peak memory, MiB"}
-    figure, panels = _panels(len(quantities), len(PASSES), sharey="row")
-    for line, (quantity, name) in zip(panels, quantities.items(), strict=True):
-        for axes, direction in zip(line, PASSES, strict=True):
-            axes.set_xscale("log", base=2)
-            axes.set_yscale("log")
-            for method, kernel in dict.fromkeys((row.method, row.kernel) for row in rows):
-                points = [
-                    (row.length, getattr(row, quantity))
-                    for row in rows
-                    if (row.method, row.kernel, row.direction) == (method, kernel, direction)
-                ]
-                factor = 2**-20 if quantity == "memory" else 1.0
-                label = f"{LABELS[method]}, {kernel}" if kernel else LABELS[method]
-                _curve(axes, [(x, y and y * factor) for x, y in points], label)
-            axes.set(title=direction)
-        line[0].set_ylabel(name)
-    _name_axes(panels, "tokens n")
+    curves: dict[str, list[SpeedRow]] = {}
+    for row in rows:
+        label = f"{LABELS[row.method]}, {row.kernel}" if row.kernel else LABELS[row.method]
+        curves.setdefault(label, []).append(row)
+    figure, panels = _cost_panels(curves)
     return _finish(figure, panels)
+
+
+def attention_speed_plot(rows: Sequence[AttentionSpeed]) -> str:
+    """Time and memory of every attention against the length of the sequence."""
+    curves: dict[str, list[AttentionSpeed]] = {}
+    for row in rows:
+        curves.setdefault(row.attention, []).append(row)
+    figure, panels = _cost_panels(curves, _styles(curves))
+    return _finish(figure, panels, num_columns=4)
+
+
+def attention_error_plot(rows: Sequence[AttentionError]) -> str:
+    """Error against the length: approximations of softmax, and beside them what has another aim."""
+    titles = {True: "approximates softmax", False: "something else: a distance"}
+    aims = [aim for aim in titles if any(row.approximates_softmax == aim for row in rows)]
+    styles = _styles(row.attention for row in rows)
+    figure, panels = _panels(1, len(aims), sharey="row")
+    for axes, aim in zip(panels[0], aims, strict=True):
+        axes.set_xscale("log", base=2)
+        axes.set(title=titles[aim], yscale="log")
+        chosen = [row for row in rows if row.approximates_softmax == aim]
+        for attention in dict.fromkeys(row.attention for row in chosen):
+            # A logarithmic axis has no place for softmax's own zero.
+            curve = [row for row in chosen if row.attention == attention and row.error > 0]
+            axes.errorbar(
+                [row.length for row in curve],
+                [row.error for row in curve],
+                yerr=[row.standard_error for row in curve],
+                label=attention,
+                **styles[attention],
+            )
+        axes.axhline(1.0, color="grey", linewidth=0.8)
+    _name_axes(panels, "tokens n", "error against softmax")
+    return _finish(figure, panels, num_columns=2 * len(aims))
 
 
 def training_plot(rows: Sequence[DemoRow]) -> str:
@@ -99,15 +122,46 @@ def training_plot(rows: Sequence[DemoRow]) -> str:
     return _finish(figure, panels)
 
 
+def _cost_panels(
+    curves: Mapping[str, Sequence[SpeedRow | AttentionSpeed]], styles: Mapping[str, Any] | None = None
+) -> tuple[Figure, Any]:
+    """Time above, memory below, against the length, by direction from left to right."""
+    quantities = {"median": ("seconds", 1.0), "memory": ("peak memory, MiB", 2**-20)}
+    figure, panels = _panels(len(quantities), len(PASSES), sharey="row")
+    for line, (quantity, (name, factor)) in zip(panels, quantities.items(), strict=True):
+        for axes, direction in zip(line, PASSES, strict=True):
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+            for label, rows in curves.items():
+                values = [(row.length, getattr(row, quantity)) for row in rows if row.direction == direction]
+                points = [(x, y and y * factor) for x, y in values]
+                _curve(axes, points, label, **(styles[label] if styles else {}))
+            axes.set(title=direction)
+        line[0].set_ylabel(name)
+    _name_axes(panels, "tokens n")
+    return figure, panels
+
+
+def _styles(attentions: Iterable[str]) -> dict[str, dict[str, str]]:
+    """A line for each attention: whole where it approximates softmax, dashed where it does not."""
+    styles: dict[str, dict[str, str]] = {}
+    used = Counter[bool]()
+    for attention in dict.fromkeys(attentions):
+        aim = approximates_softmax(attention)
+        styles[attention] = {"color": f"C{used[aim]}", "linestyle": "-" if aim else "--", "marker": "."}
+        used[aim] += 1
+    return styles
+
+
 def _panels(num_rows: int, num_columns: int, **options: Any) -> tuple[Figure, Any]:
     """A figure with a grid of axes, always two-dimensional."""
     figure = Figure(figsize=(1 + 2.8 * num_columns, 1 + 2.4 * num_rows), layout="constrained")
     return figure, figure.subplots(num_rows, num_columns, squeeze=False, **options)
 
 
-def _curve(axes: Any, points: Iterable[tuple[Any, Any]], label: str) -> None:
+def _curve(axes: Any, points: Iterable[tuple[Any, Any]], label: str, **style: Any) -> None:
     known = [(x, y) for x, y in points if y]
-    axes.plot([x for x, _ in known], [y for _, y in known], marker=".", label=label)
+    axes.plot([x for x, _ in known], [y for _, y in known], **{"marker": "."} | style, label=label)
 
 
 def _name_axes(panels: Any, x: str, y: str | None = None) -> None:
@@ -117,12 +171,17 @@ def _name_axes(panels: Any, x: str, y: str | None = None) -> None:
         axes.set_ylabel(y)
 
 
-def _finish(figure: Figure, panels: Any) -> str:
+def _finish(figure: Figure, panels: Any, num_columns: int = 6) -> str:
     """The SVG text, the same for the same results whenever it is drawn."""
     for axes in panels.flat:
         axes.grid(alpha=0.3)
-    handles, labels = panels.flat[-1].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=6, frameon=False)
+    entries: dict[str, Any] = {}
+    for axes in panels.flat:
+        handles, labels = axes.get_legend_handles_labels()
+        entries |= zip(labels, handles, strict=True)
+    figure.legend(
+        entries.values(), entries.keys(), loc="outside lower center", ncols=num_columns, frameon=False
+    )
     text = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": "schoenbat"}):
         figure.savefig(text, format="svg", metadata={"Date": None})

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from rich import box
 from rich.table import Table
 
+from schoenbat.experiments.comparison import AttentionError, AttentionSpeed, growth
 from schoenbat.experiments.demo import DemoRow
 from schoenbat.experiments.error import ErrorRow
 from schoenbat.experiments.speed import BACKWARD, FORWARD, PASSES, SpeedRow, crossover, find_rival, speedup
@@ -57,6 +58,48 @@ def crossover_lines(rows: Sequence[SpeedRow]) -> Iterator[str]:
                 f"faster than SDPA from n = {length:,} on" if length else "not faster than SDPA to the end"
             )
             yield f"{direction}: RMFA with {kernel} is {where}"
+
+
+def attention_speed_table(rows: Sequence[AttentionSpeed]) -> Table:
+    """One row for each attention: milliseconds at every length, peak memory at the longest, and growth."""
+    both = [row for row in rows if row.direction == BACKWARD]
+    lengths = sorted({row.length for row in both})
+    table = _table("forward+backward: milliseconds and peak memory over the length n")
+    table.caption = "growth: the power of n from the first to the last length; 1 is linear, 2 quadratic"
+    table.add_column("attention", overflow="fold")
+    headings = [f"n = {length:,}\nms" for length in lengths]
+    for heading in (*headings, "time\ngrowth", f"n = {lengths[-1]:,}\nMiB", "memory\ngrowth"):
+        table.add_column(heading, justify="right")
+    for attention in dict.fromkeys(row.attention for row in both):
+        cells = {row.length: row for row in both if row.attention == attention}
+        table.add_row(
+            attention,
+            *(_number(cells[length].median, 1e3) for length in lengths),
+            _exponent(growth(both, attention, "median", BACKWARD)),
+            _number(cells[lengths[-1]].memory, 2**-20),
+            _exponent(growth(both, attention, "memory", BACKWARD)),
+        )
+    return table
+
+
+def attention_error_table(rows: Sequence[AttentionError]) -> Table:
+    """One row for each attention: error at every length, those apart that approximate something else."""
+    lengths = sorted({row.length for row in rows})
+    table = _table("error against softmax(QKᵀ/√d)V, ± its standard error; 0 is softmax, 1 plain averaging")
+    table.caption = (
+        "* approximates something else than softmax(QKᵀ/√d), or nothing: a distance, no approximation error"
+    )
+    table.add_column("attention", overflow="fold")
+    for length in lengths:
+        table.add_column(f"n = {length:,}", justify="right")
+    for approximating in (True, False):
+        chosen = [row for row in rows if row.approximates_softmax == approximating]
+        for attention in dict.fromkeys(row.attention for row in chosen):
+            cells = {row.length: row for row in chosen if row.attention == attention}
+            errors = (f"{cells[n].error:.2g} ± {cells[n].standard_error:.1g}" for n in lengths)
+            table.add_row(attention if approximating else f"{attention} *", *errors)
+        table.add_section()
+    return table
 
 
 def demo_table(rows: Sequence[DemoRow]) -> Table:
@@ -121,8 +164,13 @@ def _number(value: float | None, factor: float = 1.0, unit: str = "") -> str:
     return (f"{scaled:,.0f}" if scaled >= 100 else f"{scaled:.3g}") + unit
 
 
+def _exponent(value: float | None) -> str:
+    return NOT_MEASURED if value is None else f"{value:.2f}"
+
+
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.caption_justify = "left"
     for column in columns:
         table.add_column(column)
     return table

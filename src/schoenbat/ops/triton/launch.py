@@ -31,13 +31,17 @@ class Tiles(NamedTuple):
         return {"BLOCK": self.block, "num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
-def tiles_for(kernel: str, dtype: torch.dtype, widest: int, quadratic: bool) -> Tiles:
-    """By shape alone. Eight warps only where no product is narrower than 64: Triton 3.6 gets others wrong."""
+def tiles_for(dtype: torch.dtype, widest: int, quadratic: bool) -> Tiles:
+    """By shape alone.
+
+    For a map of several degrees the loop over levels must be pipelined: with one stage, or with wider groups,
+    what Triton 3.6 compiles gives wrong numbers on Hopper.
+    """
     if dtype == torch.float32:
         return Tiles(16, 8, 1)
-    if widest > 64:
-        return Tiles(64, 8 if quadratic else 4, 1)
-    return Tiles(64, 4, 2)
+    if not quadratic:
+        return Tiles(64, 4, 2)
+    return Tiles(64, 4, 3) if widest <= 64 else Tiles(128, 8, 2)
 
 
 class Shape(NamedTuple):
@@ -58,8 +62,8 @@ class Shape(NamedTuple):
         value_dim = value.shape[-1]
         return cls(batch, heads, groups, dim, value_dim, padded(dim), padded(value_dim), query.dtype)
 
-    def tiles(self, kernel: str, plan: Plan) -> Tiles:
-        return tiles_for(kernel, self.dtype, max(self.block_d, self.block_v), plan.quadratic)
+    def tiles(self, plan: Plan) -> Tiles:
+        return tiles_for(self.dtype, max(self.block_d, self.block_v), plan.quadratic)
 
     def constants(self, plan: Plan, tiles: Tiles) -> dict[str, Any]:
         return {
@@ -92,8 +96,8 @@ def attend(
     key_scale: float,
 ) -> list[Tensor]:
     """Outputs, then the sums, totals, key mean and value mean that the backward pass starts from."""
-    shape, tiles = Shape.of(query, value), Shape.of(query, value).tiles("read", plan)
-    q, count = _rows(query), _count(key, mask)
+    shape, count = Shape.of(query, value), _count(key, mask)
+    tiles, q = shape.tiles(plan), _rows(query)
     summary = _summary(_rows(key), _rows(value), mask, count, shape, plan, key_scale)
     out = q.new_empty(*q.shape[:-1], shape.value_dim)
     if out.numel():
@@ -126,7 +130,7 @@ def attend_backward(
     sums, totals, key_mean, value_mean = summary
     grad_query = q.new_empty(q.shape)
     by_row = [q.new_empty(q.shape[:-1], dtype=torch.float32) for _ in range(3)]
-    tiles = shape.tiles("read_backward", plan)
+    tiles = shape.tiles(plan)
     row_tiles = triton.cdiv(q.shape[-2], tiles.block)
     to_scale = q.new_empty(q.shape[0], q.shape[1], row_tiles, dtype=torch.float32)
     if q.numel():
@@ -140,7 +144,6 @@ def attend_backward(
         )
     to_summary = _summary_backward(q, g, by_row, count, totals, shape, plan, query_scale, key_scale)
     grad_key, grad_value = k.new_empty(k.shape), v.new_empty(v.shape)
-    tiles = shape.tiles("key_backward", plan)
     row_tiles = triton.cdiv(k.shape[-2], tiles.block)
     if k.numel():
         to_sums, to_totals, to_key, to_value = to_summary
@@ -223,7 +226,7 @@ def _summarize(
 ) -> list[Tensor]:
     """Parts of Σφ(x) rowᵀ, Σφ(x) w, Σx u and Σrow, ``(B·H·splits, ...)``; see the kernel."""
     batch, heads, n, _ = x.shape
-    tiles, groups = shape.tiles("summarize", plan), max(1, plan.num_groups)
+    tiles, groups = shape.tiles(plan), max(1, plan.num_groups)
     splits, tiles_each = _split(n, tiles, batch * heads * groups)
     shapes = summary_shapes(shape, plan)
     sums = [x.new_empty(batch * heads * splits, *s, dtype=torch.float32) for s in shapes]

@@ -1,0 +1,108 @@
+"""Compile every kernel for sm_90, which needs no GPU, and print what each takes: JSON, a list of rows.
+
+A process of its own: under Triton's interpreter nothing can be compiled.
+"""
+
+import itertools
+import json
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from schoenbat.ops.triton import bidirectional
+from schoenbat.ops.triton.launch import tiles_for
+from schoenbat.ops.triton.plan import GROUP, GROUP_OF_PAIRS
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+TABLES = {"p_degrees", "p_first"}
+ROWS = {
+    "p_x",
+    "p_rows",
+    "p_query",
+    "p_out",
+    "p_grad",
+    "p_dquery",
+    "p_key",
+    "p_value",
+    "p_dkey",
+    "p_dvalue",
+    "p_tiles",
+}
+SHORT = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+
+
+def signature(kernel, constants, dtype):
+    """Types of the arguments, and which of them are multiples of 16, as in a call with aligned tensors."""
+    types, multiples = {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        if name in constants:
+            types[name] = "constexpr"
+            continue
+        if name.startswith("p_"):
+            rows = name in ROWS or (name in {"p_sums", "p_dsums"} and kernel is not bidirectional.summarize)
+            types[name] = (
+                "*i32" if name in TABLES else "*u8" if name == "p_mask" else f"*{dtype if rows else 'fp32'}"
+            )
+        else:
+            types[name] = "fp32" if name == "KEY_SCALE" else "i32"
+        if name.startswith(("p_", "stride")):
+            multiples[(index,)] = [["tt.divisibility", 16]]
+    return types, multiples
+
+
+def usage(kernel, constants, dtype, tiles):
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    types, multiples = signature(kernel, constants, SHORT[dtype])
+    places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(fn=kernel, signature=types, constexprs=places, attrs=multiples)
+    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [CUOBJDUMP, "-res-usage", file.name]
+        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", printed).groups())
+    return {"registers": registers, "stack": stack, "shared": compiled.metadata.shared}
+
+
+def main():
+    kernels = [
+        getattr(bidirectional, name) for name in ("summarize", "read", "read_backward", "key_backward")
+    ]
+    found = []
+    cases = itertools.product((torch.bfloat16, torch.float32), (64, 128), (True, False), kernels)
+    for dtype, width, quadratic, kernel in cases:
+        if dtype == torch.float32 and width != 64:
+            continue
+        tiles = tiles_for(dtype, width, quadratic)
+        constants = {
+            "HEADS": 8,
+            "GROUPS": 1,
+            "MAPS": 1,
+            "HAS_MASK": True,
+            "IS_QUERY": True,
+            "PRECISION": "ieee",
+            "IDENTITY": int(quadratic),
+            "QUADRATIC": quadratic,
+            "PARTS": 1 if quadratic and width <= 64 else 4,
+            "DIM": width,
+            "DV": width,
+            "BLOCK_D": width,
+            "BLOCK_V": width,
+            "BLOCK": tiles.block,
+            "GROUP": GROUP_OF_PAIRS if quadratic else GROUP,
+        }
+        case = {"kernel": kernel.fn.__name__, "dtype": str(dtype), "width": width, "quadratic": quadratic}
+        found.append(case | usage(kernel, constants, dtype, tiles))
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
