@@ -1,8 +1,8 @@
-"""RMFA on a GPU beside SDPA and the memory floor, in one run on the same tensors: ``python benchmarks/gpu.py``.
+"""RMFA on a GPU beside SDPA and the memory floor, in one run on the same tensors.
 
-bfloat16. Every cell is timed by replaying a CUDA graph, and once more as a plain call, which pays for Python and
-launches. The floor is the time to read query, key and value once and to write the output once, at the speed at
-which this GPU copies memory. Writes benchmarks/results/<gpu>.json.
+bfloat16. Every cell is timed by replaying a CUDA graph, and once more as a plain call, which pays for Python
+and launches. The floor is the time to read query, key and value once and to write the output once, at the
+speed at which this GPU copies memory. Writes benchmarks/results/<gpu>.json.
 """
 
 from collections.abc import Callable, Iterator

@@ -211,3 +211,30 @@ def test_on_a_gpu(is_causal, dtype):
     tolerance = {torch.float64: 1e-9, torch.float32: 5e-3, torch.bfloat16: 3e-2}[dtype]
     for a, b in zip([got, *got_grads], [expected, *expected_grads], strict=True):
         assert (a.cpu().double() - b).norm() <= tolerance * b.norm()
+
+
+def test_agrees_with_transformers():
+    transformers = pytest.importorskip("transformers")
+    package = transformers.models.big_bird.modeling_big_bird
+    config = transformers.BigBirdConfig(
+        hidden_size=12, num_attention_heads=2, block_size=4, num_random_blocks=2
+    )
+    layer = package.BigBirdBlockSparseAttention(config).double().eval()
+    attention = make(block_size=4)
+
+    def random_blocks(head, block):
+        offsets = attention.offsets[head, block].tolist()
+        return sorted(seen_blocks(offsets, block, 10) - seen_blocks([], block, 10))
+
+    # In eval the package takes block 0 for all its random blocks.
+    drawn = [[random_blocks(head, block) for block in range(1, 9)] for head in range(2)]
+    layer._bigbird_block_rand_mask_with_head = lambda **_: drawn
+    x = 4 * torch.randn(3, 40, 12, dtype=torch.float64)
+    blocked, band, rows, columns = package.BigBirdModel.create_masks_for_block_sparse_attn(
+        torch.ones(3, 40, dtype=torch.float64), 4
+    )
+    expected, _ = layer(x, band, rows, columns, blocked, blocked)
+    query, key, value = (
+        project(x).unflatten(-1, (2, 6)).transpose(1, 2) for project in (layer.query, layer.key, layer.value)
+    )
+    torch.testing.assert_close(attention(query, key, value).transpose(1, 2).flatten(2), expected)

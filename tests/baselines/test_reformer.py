@@ -1,6 +1,7 @@
 """Reformer's attention against its definition, token by token."""
 
 import copy
+import functools
 import math
 
 import pytest
@@ -248,3 +249,36 @@ def test_on_a_gpu(is_causal):
     torch.testing.assert_close(got, expected)
     for a, b in zip(got_grads, expected_grads, strict=True):
         torch.testing.assert_close(a.cpu(), b)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_agrees_with_transformers(is_causal):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ReformerConfig(
+        hidden_size=12,
+        num_attention_heads=2,
+        attention_head_size=6,
+        lsh_attn_chunk_length=4,
+        num_buckets=8,
+        num_hashes=2,
+        hash_seed=5,
+        is_decoder=is_causal,
+    )
+    layer = transformers.models.reformer.modeling_reformer.LSHSelfAttention(config).double().eval()
+    # The package adds 1e-6 to a key's mean square; here nothing is added.
+    layer._len_norm = functools.partial(layer._len_norm, epsilon=0.0)
+    x = 4 * torch.randn(3, 32, 12, dtype=torch.float64)
+    expected = layer(x)
+    query, value = (f(x).unflatten(-1, (2, 6)).transpose(1, 2) for f in (layer.query_key, layer.value))
+
+    attention = make().double()
+    torch.manual_seed(5)  # the package's rotations: (heads, d, rounds, buckets / 2)
+    attention.rotations[..., :4] = torch.randn(2, 6, 2, 4, dtype=torch.float64).transpose(1, 2)
+    # The package does not divide by √d.
+    got = attention(query * 6**0.5, query, value, is_causal=is_causal)
+    # There, the first chunk of a round sees the last one of another, causal or not; here, only itself.
+    rank = expected.buckets.argsort(stable=True).argsort()  # (B, H, rounds, n)
+    same = (rank >= 4).all(2)
+    assert same.double().mean() > 0.5
+    expected = expected.hidden_states.unflatten(-1, (2, 6)).transpose(1, 2)
+    torch.testing.assert_close(got[same], expected[same])
