@@ -7,8 +7,8 @@ import torch
 from oracle import gradients
 from test_functional import Largest
 
-from schoenbat.baselines import Softmax
-from schoenbat.baselines.informer import Informer, spread
+from schoenbat.baselines import Informer, Softmax
+from schoenbat.baselines.selection import spread
 
 # Row 0 has holes, row 1 is left-padded, row 2 right-padded.
 MASK = torch.stack([torch.arange(30) % 4 != 1, torch.arange(30) >= 9, torch.arange(30) < 17])

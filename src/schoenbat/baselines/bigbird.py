@@ -7,8 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from schoenbat.baselines.baseline import Baseline
-from schoenbat.baselines.informer import spread, take_rows, taking_part_first
-from schoenbat.baselines.softmax import attend_visible, zero_masked
+from schoenbat.baselines.masking import zero_masked
+from schoenbat.baselines.selection import spread, take_rows, taking_part_first
+from schoenbat.baselines.softmax import attend_visible
 from schoenbat.precision import refuse_half
 
 # Query blocks beyond so many use the rows of the table again, for other blocks of the sequence.

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from schoenbat.baselines.baseline import Baseline
-from schoenbat.baselines.softmax import zero_masked
+from schoenbat.baselines.masking import zero_masked
 
 
 class Mean(Baseline):

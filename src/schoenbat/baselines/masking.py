@@ -4,10 +4,16 @@ import torch
 from torch import Tensor
 
 
-def hide(x: Tensor, mask: Tensor | None) -> Tensor:
-    """The rows of x, float32 at least and zero where the mask is False.
+def zero_masked(x: Tensor, mask: Tensor) -> Tensor:
+    """Zero ``x`` ``(B, H, n, d)`` where ``mask`` ``(B, n)`` is False.
 
     Filled, not multiplied: a masked row may be NaN, and NaN times zero is NaN.
+    """
+    return x.masked_fill(~mask[:, None, :, None], 0.0)
+
+
+def hide(x: Tensor, mask: Tensor | None) -> Tensor:
+    """The rows of x, float32 at least and zero where the mask is False.
 
     Args:
         x: ``(B, H, n, d)``.
@@ -19,7 +25,7 @@ def hide(x: Tensor, mask: Tensor | None) -> Tensor:
         [1.0, 0.0]
     """
     x = x.to(torch.promote_types(x.dtype, torch.float32))
-    return x if mask is None else x.masked_fill(~mask[:, None, :, None], 0.0)
+    return x if mask is None else zero_masked(x, mask)
 
 
 def present(x: Tensor, mask: Tensor | None) -> Tensor:

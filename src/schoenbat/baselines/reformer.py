@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from schoenbat.baselines.baseline import Baseline
-from schoenbat.baselines.informer import take_rows
-from schoenbat.baselines.softmax import zero_masked
+from schoenbat.baselines.masking import zero_masked
+from schoenbat.baselines.selection import take_rows
 from schoenbat.precision import refuse_half
 
 # More would make the hash cost more than the attention: it is an n × d × buckets product.

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from schoenbat.baselines.baseline import Baseline
+from schoenbat.baselines.masking import zero_masked
 from schoenbat.modules import _FIRST_SCALE, _SCALE_SPEED
 from schoenbat.normalization import PostSBN, PreSBN
 
@@ -93,11 +94,6 @@ class Softmax(Baseline):
     def extra_repr(self) -> str:
         options = {"naive": self.naive, "qk_norm": self.post is not None, "dropout": self.dropout}
         return super().extra_repr() + "".join(f", {name}={value}" for name, value in options.items() if value)
-
-
-def zero_masked(x: Tensor, mask: Tensor) -> Tensor:
-    """Zero ``x`` ``(B, H, n, d)`` where ``mask`` ``(B, n)`` is False; a weight of 0 would let NaN through."""
-    return x.masked_fill(~mask[:, None, :, None], 0.0)
 
 
 def attend_visible(
