@@ -708,3 +708,22 @@ def test_the_representation_says_what_the_map_is():
     text = repr(MaclaurinFeatures(8, 16, "inv", num_heads=2, scale=0.5, seed=0))
     for part in ("8, 16", "'inv'", "'exact-low'", "num_heads=2", "scale=0.5", "max_degree=2"):
         assert part in text
+
+
+def test_a_map_used_in_inference_mode_still_trains_a_model():
+    features = MaclaurinFeatures(8, 16, seed=0)
+    x = torch.randn(1, 2, 5, 8)
+    with torch.inference_mode():
+        rmfa(x, x, x, features)
+    x.requires_grad_()
+    rmfa(x, x, x, features).sum().backward()
+    assert x.grad.isfinite().all()
+
+
+def test_a_map_used_under_fake_tensors_is_not_kept():
+    from torch._subclasses import FakeTensorMode
+
+    features = MaclaurinFeatures(8, 16, seed=0)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        features.map(torch.float32)
+    assert type(features.map(torch.float32).weight) is torch.Tensor

@@ -40,6 +40,19 @@ def test_causal_makes_every_call_causal(name, inputs):
     assert torch.equal(copy(query, key, value), before)
 
 
+@pytest.mark.parametrize("name", [name for name in attention_names() if name != "schoenbat"])
+@pytest.mark.parametrize(
+    ("mask", "problem"),
+    [
+        (torch.ones(2, 9, dtype=torch.bool), r"query_mask must have shape \(2, 7\)"),
+        (torch.ones(2, 7), "bool"),
+    ],
+)
+def test_a_query_mask_is_checked(name, mask, problem, inputs):
+    with pytest.raises((ValueError, TypeError), match=problem):
+        build_attention(name, head_dim=8, num_heads=2)(*inputs, query_mask=mask)
+
+
 @pytest.mark.parametrize("name", sorted({*attention_names()} - {*CAUSAL}))
 def test_what_has_no_causal_form_says_so(name, inputs):
     with pytest.raises(ValueError, match="no causal form"):

@@ -198,7 +198,8 @@ class MaclaurinFeatures(nn.Module):
     def map(self, dtype: torch.dtype) -> FeatureMap:
         """The map in the form in which attention executes it, in the given dtype.
 
-        One that is not trained is made once and kept until its buffers change.
+        One that is not trained is made once and kept until its buffers change, in place or by assignment;
+        what is written through ``.data`` is not noticed.
         """
         buffers = [getattr(self, name) for name in (*_MAPS, "feature_weights")]
         if self.trainable or not may_keep(*buffers):
@@ -208,8 +209,10 @@ class MaclaurinFeatures(nn.Module):
             known, feature_map = self._made[dtype]
             if all(a is b and i == j for (a, i), (b, j) in zip(known, made_from, strict=True)):
                 return feature_map
-        self._made[dtype] = made_from, self._make_map(dtype)
-        return self._made[dtype][1]
+        with torch.inference_mode(False):  # what is kept may be needed for training later
+            feature_map = self._make_map(dtype)
+        self._made[dtype] = made_from, feature_map
+        return feature_map
 
     def _make_map(self, dtype: torch.dtype) -> FeatureMap:
         weights = self._weights(dtype)

@@ -56,7 +56,7 @@ def arrange(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, 
         query.reshape(size, heads, query_heads // heads, *query.shape[-2:]),
         key.reshape(size, heads, 1, *key.shape[-2:]),
         value.reshape(size, heads, 1, *value.shape[-2:]),
-        _arrange_mask(key_mask, batch, key),
+        arrange_mask("key_mask", key_mask, batch, key),
         tuple(query.shape[:-2]),
     )
 
@@ -117,12 +117,13 @@ def _heads(tensor: Tensor) -> int:
     return tensor.shape[-3] if tensor.dim() > 2 else 1
 
 
-def _arrange_mask(key_mask: Tensor | None, batch: torch.Size, key: Tensor) -> Tensor | None:
-    if key_mask is None:
+def arrange_mask(name: str, mask: Tensor | None, batch: torch.Size, rows: Tensor) -> Tensor | None:
+    """A mask of `rows` as bool ``(B, 1, 1, n, 1)``."""
+    if mask is None:
         return None
-    if key_mask.dtype != torch.bool:
-        raise TypeError(f"key_mask must be bool with True = takes part, got {key_mask.dtype}")
-    expected = (*batch, key.shape[-2])
-    if key_mask.shape != expected and key_mask.shape != (1,) * len(batch) + expected[-1:]:
-        raise ValueError(f"key_mask must have shape {expected}, got {tuple(key_mask.shape)}")
-    return key_mask.expand(expected).reshape(math.prod(batch), 1, 1, -1, 1)
+    if mask.dtype != torch.bool:
+        raise TypeError(f"{name} must be bool with True = takes part, got {mask.dtype}")
+    expected = (*batch, rows.shape[-2])
+    if mask.shape != expected and mask.shape != (1,) * len(batch) + expected[-1:]:
+        raise ValueError(f"{name} must have shape {expected}, got {tuple(mask.shape)}")
+    return mask.expand(expected).reshape(math.prod(batch), 1, 1, rows.shape[-2], 1)

@@ -4,7 +4,7 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from schoenbat.inputs import arrange
+from schoenbat.inputs import arrange, arrange_mask
 
 
 class Baseline(nn.Module):
@@ -45,10 +45,11 @@ class Baseline(nn.Module):
         """
         name = type(self).__name__
         arranged = arrange(query, key, value, key_mask, enable_gqa)
-        if query.shape[-1] != self.head_dim or query.shape[-3] != self.num_heads:
+        num_heads = arranged.query.shape[1] * arranged.query.shape[2]
+        if query.shape[-1] != self.head_dim or num_heads != self.num_heads:
             raise ValueError(
                 f"{name} was built for {self.num_heads} heads of {self.head_dim}, "
-                f"got a query with {query.shape[-3]} heads of {query.shape[-1]}"
+                f"got a query with {num_heads} heads of {query.shape[-1]}"
             )
         if is_causal and not self.has_causal_form:
             raise ValueError(f"{name} has no causal form; use is_causal=False or another attention")
@@ -59,10 +60,8 @@ class Baseline(nn.Module):
             )
         groups = arranged.query.shape[2]
         q, k, v = (x.expand(-1, -1, groups, -1, -1).flatten(1, 2) for x in arranged[:3])
-        keys = None if arranged.mask is None else arranged.mask[:, 0, 0, :, 0]
-        queries = (
-            None if query_mask is None else query_mask.expand(*query.shape[:-3], -1).reshape(-1, q.shape[-2])
-        )
+        real = arranged.mask, arrange_mask("query_mask", query_mask, query.shape[:-3], query)
+        keys, queries = (None if mask is None else mask[:, 0, 0, :, 0] for mask in real)
         if queries is None and self.needs_equal_lengths:
             queries = keys
         return arranged.restore(self.attend(q, k, v, keys, queries, is_causal)[:, :, None])

@@ -1,5 +1,5 @@
 """The data that the experiments train on: one module for each task."""
 
-from schoenbat.data import listops
+from schoenbat.data import listops, pathfinder
 
-__all__ = ["listops"]
+__all__ = ["listops", "pathfinder"]

@@ -156,8 +156,8 @@ def approximates_softmax(text: str) -> bool:
     (True, False)
     """
     name, _, options = text.partition(":")
-    other_kernel = re.search(r"\bkernel=(?!exp\b)", options)
-    return name not in OTHER_AIMS and other_kernel is None
+    other = re.search(r"\bkernel=(?!(exp|trigh)\b)|\bcausal=true\b", options)
+    return name not in OTHER_AIMS and other is None
 
 
 def run_speed(options: SpeedComparison) -> Iterator[AttentionSpeed]:

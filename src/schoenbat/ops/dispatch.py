@@ -24,7 +24,7 @@ _HAS_TRITON = importlib.util.find_spec("triton") is not None
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def choose(implementation: str, obstacle: str | None, device: torch.device) -> str:
+def choose(implementation: str, obstacle: str | None, query: Tensor) -> str:
     """``"reference"``, ``"eager"`` or ``"triton"``; what was asked for by name is never replaced by another.
 
     `obstacle` says what keeps the fused kernels from running this call, if anything does.
@@ -38,7 +38,10 @@ def choose(implementation: str, obstacle: str | None, device: torch.device) -> s
         )
     if implementation != "auto":
         return implementation
-    return "triton" if device.type == "cuda" and obstacle is None else "eager"
+    # The kernels hold sums over a sequence in the rows' dtype, and those of float16 overflow where values are
+    # large: who wants that risk asks for it by name.
+    fused = query.is_cuda and obstacle is None and query.dtype != torch.float16
+    return "triton" if fused else "eager"
 
 
 def _obstacle(query: Tensor, value: Tensor, feature_map: FeatureMap, is_causal: bool) -> str | None:
@@ -51,6 +54,8 @@ def _obstacle(query: Tensor, value: Tensor, feature_map: FeatureMap, is_causal: 
         return f"it knows float16, bfloat16 and float32, the query is {query.dtype}"
     if max(query.shape[-1], value.shape[-1]) > 128:
         return f"heads are at most 128 wide, got {query.shape[-1]} and {value.shape[-1]}"
+    if not query.shape[0] * query.shape[1]:
+        return "there is nothing in the batch"
     if any(t.requires_grad for t in (*feature_map.blocks.maps, feature_map.weight)):
         return "it gives no gradients to a trainable map yet"
     if not _as_operators():
@@ -71,7 +76,7 @@ def attend(
 ) -> Tensor:
     """Attention over the whole sequence; causal with n_q ≠ n_k aligns the last query with the last key."""
     obstacle = _obstacle(query, value, feature_map, is_causal)
-    chosen = choose(implementation, obstacle, query.device)
+    chosen = choose(implementation, obstacle, query)
     if chosen == "triton":
         return _attend_fused(query, key, value, mask, feature_map, query_scale)
     if chosen == "reference":
@@ -126,7 +131,7 @@ def step(
 ) -> tuple[Tensor, Sums]:
     """Causal attention of n new tokens to those in the sums and to one another; the sums after them."""
     shared = mask, count, *feature_map[:3], query_scale, feature_map.key_scale
-    if choose(implementation, "it has no decode step yet", query.device) == "reference":
+    if choose(implementation, "it has no decode step yet", query) == "reference":
         q, k, v = (x.to(feature_map.weight.dtype) for x in (query, key, value))
         out, after = reference.step(q, k, v, *shared, sums)
         return out.to(query.dtype), Sums(*after)

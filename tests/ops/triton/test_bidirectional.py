@@ -205,6 +205,17 @@ def test_a_changed_map_is_laid_out_again():
     assert not torch.equal(scaled, resampled)
 
 
+def test_training_after_inference_mode():
+    """What is kept from a call without gradients must do for one with them."""
+    features = make_map("exact-low", 16, 40, dtype=torch.float32, device=DEVICE)
+    x = rows(1, 1, 5, 16, dtype=torch.float32).to(DEVICE).requires_grad_()
+    for implementation in ("eager", "triton"):
+        with torch.inference_mode():
+            rmfa(x, x, x, features, implementation=implementation)
+        rmfa(x, x, x, features, implementation=implementation).sum().backward()
+    assert x.grad.isfinite().all()
+
+
 def test_operator_is_well_formed():
     from schoenbat.ops.triton import library
     from schoenbat.ops.triton.plan import make_plan
@@ -226,6 +237,8 @@ def test_what_it_does_not_do_raises():
     trainable = make_map("exact-low", 16, 40, trainable=True, device=DEVICE)
     with pytest.raises(NotImplementedError, match="trainable map"):
         rmfa(x, x, x, trainable, implementation="triton")
+    with pytest.raises(NotImplementedError, match="nothing in the batch"):
+        rmfa(*(x[:0],) * 3, features, implementation="triton")
     with pytest.raises(NotImplementedError, match="float64"):
         rmfa(*(x.double(),) * 3, features, implementation="triton")
     with pytest.raises(NotImplementedError, match=r"torch\.func"):

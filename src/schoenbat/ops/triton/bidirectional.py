@@ -1,8 +1,9 @@
-"""Bidirectional attention as four kernels, each reading its tensors once.
+"""Bidirectional attention as six kernels.
 
-`summarize` adds up φ(x) ⊗ row over the sequence: over keys and values in the forward pass, over queries and
-output gradients in the backward pass. `read` gives each query row its output, `read_backward` its gradient
-and what `summarize` needs from it, `key_backward` the gradients of keys and values.
+`summarize` adds up φ(x) ⊗ row over parts of the sequence, of keys and values in the forward pass, of queries and
+output gradients in the backward pass; `finish` and `finish_backward` add up the parts. `read` gives each query row
+its output, `read_backward` its gradient and what `summarize` needs from it, `key_backward` the gradients of keys
+and values.
 
 A program works on some row tiles of one head. d and d_v are padded to powers of two; what is padded in the sums
 is zero. The sums of a head are rows: first those of the identity features (BLOCK_D of them, if there are any),

@@ -75,9 +75,15 @@ class Shape(NamedTuple):
             "BLOCK_D": self.block_d,
             "BLOCK_V": self.block_v,
             "GROUP": plan.group,
-            "PRECISION": "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
+            "PRECISION": _precision(self.dtype),
             **tiles.compilation,
         }
+
+
+def _precision(dtype: torch.dtype) -> str:
+    """Products of float32 are as exact as torch's own are set to be."""
+    exact = dtype != torch.float32 or torch.backends.cuda.matmul.fp32_precision != "tf32"
+    return "ieee" if exact else "tf32"
 
 
 def padded(size: int) -> int:

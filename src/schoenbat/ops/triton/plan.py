@@ -4,13 +4,14 @@ Where the factors lie depends on the degrees alone and is worked out once. A map
 out once, too: see `plan_for`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import _len_torch_dispatch_stack
 from torch.utils.weak import WeakIdKeyDictionary
 
 from schoenbat.ops.blocks import Blocks, level_sizes, may_keep
@@ -78,18 +79,24 @@ _PLANS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 def plan_for(blocks: Blocks, weight: Tensor, dtype: torch.dtype, block_d: int) -> Plan:
     """The plan of a map, kept as long as its `weight` lives; a map that changes has another one."""
-    if not may_keep(weight):
+    if torch.compiler.is_compiling():
         return make_plan(blocks, weight, dtype, block_d)
-    plans = _PLANS.setdefault(weight, {})
-    if dtype not in plans:
-        plans[dtype] = make_plan(blocks, weight, dtype, block_d)
-    return plans[dtype]
+    with torch.inference_mode(False):  # what is kept may be needed for training later
+        if not may_keep(weight):
+            return make_plan(blocks, weight, dtype, block_d)
+        plans = _PLANS.setdefault(weight, {})
+        if dtype not in plans:
+            plans[dtype] = make_plan(blocks, weight, dtype, block_d)
+        return plans[dtype]
 
 
 def make_plan(blocks: Blocks, weight: Tensor, dtype: torch.dtype, block_d: int) -> Plan:
     """Directions in the rows' dtype, zeros where there is nothing."""
     maps, (dim, directions) = max(weight.shape[0], blocks.quadratic.shape[0]), blocks.quadratic.shape[-2:]
-    layout = _layout(blocks.linear.shape[-1], directions, blocks.num_pairs, blocks.degrees, weight.device)
+    lay_out: Callable[..., Layout] = _layout
+    if not torch.compiler.is_compiling() and _len_torch_dispatch_stack():
+        lay_out = _layout.__wrapped__  # fake tensors and the like must not be kept
+    layout = lay_out(blocks.linear.shape[-1], directions, blocks.num_pairs, blocks.degrees, weight.device)
     columns = torch.cat([*blocks.maps, blocks.linear.new_zeros(*blocks.linear.shape[:-1], 1)], dim=-1)
     tiles = F.pad(columns.to(dtype), (0, 0, 0, block_d - dim)).index_select(-1, layout.columns)
     tiles = tiles.expand(maps, -1, -1).unflatten(-1, (layout.num_tiles, layout.group))
