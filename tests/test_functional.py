@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from oracle import gradients, make_map, rows
+from oracle import Largest, gradients, make_map, rows
 
 import schoenbat
 from schoenbat import MaclaurinFeatures, RMFAState, kernelized_attention, rmfa, rmfa_step
@@ -224,19 +224,6 @@ def test_a_long_running_sum_keeps_its_mass():
     state = RMFAState.zeros(features, 1, 1, 6, dtype=torch.bfloat16)
     state.update(x, torch.ones_like(x), features)
     torch.testing.assert_close(state.value_sum, torch.full((1, 1, 6), 4096.0))
-
-
-class Largest(torch.utils._python_dispatch.TorchDispatchMode):
-    """The largest tensor that any operation makes."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in torch.utils._pytree.tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
-                self.numel = max(self.numel, tensor.numel())
-        return out
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

@@ -12,10 +12,10 @@ from schoenbat.kernels import DotProductKernel
 from schoenbat.kernels import kernel as get_kernel
 from schoenbat.normalization import NORMALIZATIONS, PostSBN, PreSBN
 
-_FIRST_SCALE = 4.0
+FIRST_SCALE = 4.0
 _FIRST_SHARE_OF_RADIUS = 0.9
 # ρ moves by about the learning rate a step; twenty times that is what a scale needs.
-_SCALE_SPEED = 20.0
+SCALE_SPEED = 20.0
 
 
 class SchoenbAt(nn.Module):
@@ -137,9 +137,9 @@ class SchoenbAt(nn.Module):
         """The logit scale: a float, or a tensor ``(num_heads,)`` where it is learned."""
         if self.rho is None:
             return self.features.scale
-        rho = _SCALE_SPEED * self.rho.to(torch.promote_types(self.rho.dtype, torch.float32))
+        rho = SCALE_SPEED * self.rho.to(torch.promote_types(self.rho.dtype, torch.float32))
         if self.kernel.radius == math.inf:
-            return _FIRST_SCALE * rho.exp()
+            return FIRST_SCALE * rho.exp()
         share = math.log(_FIRST_SHARE_OF_RADIUS / (1 - _FIRST_SHARE_OF_RADIUS))
         # In float32 a sigmoid reaches 1.
         return self.kernel.radius * torch.sigmoid(rho + share).clamp(max=1 - 1e-6)
@@ -254,4 +254,4 @@ class SchoenbAt(nn.Module):
 
 
 def _first_scale(kernel: DotProductKernel) -> float:
-    return _FIRST_SCALE if kernel.radius == math.inf else _FIRST_SHARE_OF_RADIUS * kernel.radius
+    return FIRST_SCALE if kernel.radius == math.inf else _FIRST_SHARE_OF_RADIUS * kernel.radius

@@ -5,8 +5,7 @@ import math
 
 import pytest
 import torch
-from oracle import gradients
-from test_functional import Largest
+from oracle import Largest, gradients
 
 from schoenbat.baselines import Softmax
 from schoenbat.baselines.bigbird import BigBird

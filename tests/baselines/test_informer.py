@@ -4,8 +4,7 @@ import copy
 
 import pytest
 import torch
-from oracle import gradients
-from test_functional import Largest
+from oracle import Largest, gradients
 
 from schoenbat.baselines import Informer, Softmax
 from schoenbat.baselines.selection import spread

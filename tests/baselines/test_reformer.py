@@ -6,8 +6,7 @@ import math
 
 import pytest
 import torch
-from oracle import gradients
-from test_functional import Largest
+from oracle import Largest, gradients
 
 from schoenbat.baselines.reformer import Reformer
 

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from schoenbat.baselines.baseline import Baseline
 from schoenbat.baselines.masking import zero_masked
-from schoenbat.modules import _FIRST_SCALE, _SCALE_SPEED
+from schoenbat.modules import FIRST_SCALE, SCALE_SPEED
 from schoenbat.normalization import PostSBN, PreSBN
 
 
@@ -58,7 +58,7 @@ class Softmax(Baseline):
         if self.rho is None:
             return 1 / math.sqrt(self.head_dim)
         rho = self.rho.to(torch.promote_types(self.rho.dtype, torch.float32))
-        return _FIRST_SCALE * (_SCALE_SPEED * rho).exp()
+        return FIRST_SCALE * (SCALE_SPEED * rho).exp()
 
     def attend(
         self,

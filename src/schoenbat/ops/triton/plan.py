@@ -25,7 +25,6 @@ class Layout(NamedTuple):
     """Where the factors of each feature are; features are padded to whole groups."""
 
     group: int
-    num_groups: int
     num_tiles: int
     quadratic: bool  # every feature has two factors
     columns: (
@@ -134,7 +133,6 @@ def _layout(
     degrees += [0] * (len(groups) * group - len(degrees))
     return Layout(
         group,
-        len(groups),
         first[-1],
         quadratic,
         torch.tensor(columns, dtype=torch.int64, device=device),
