@@ -1,20 +1,22 @@
-"""The command ``schoenbat``: error, speed, demo."""
+"""The commands that measure: error, speed, demo."""
 
-import importlib.util
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
-INSTALL = "schoenbat's commands need {}; install them with: pip install 'schoenbat[cli]'"
+import typer
 
-try:
-    import typer
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-except ModuleNotFoundError as missing:
-    raise SystemExit(INSTALL.format(missing.name)) from None
+from schoenbat.cli.terminal import (
+    advance,
+    console,
+    explained,
+    given,
+    print_files,
+    progress_bar,
+    split_names,
+    track,
+    write,
+)
 
 if TYPE_CHECKING:
     from schoenbat.experiments.comparison import ErrorComparison, SpeedComparison
@@ -22,16 +24,7 @@ if TYPE_CHECKING:
     from schoenbat.experiments.error import ErrorOptions, ErrorRow
     from schoenbat.experiments.speed import SpeedOptions, SpeedRow
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode="markdown",
-    help="Attention in linear time: what it costs in accuracy and what it saves, measured on this machine.",
-)
-console = Console()
-if not console.is_terminal:
-    console.width = 100
-Row = TypeVar("Row")
+app = typer.Typer()
 
 Quick = Annotated[bool, typer.Option("--quick", help="A corner of the experiment that takes seconds.")]
 Out = Annotated[Path, typer.Option(help="Directory for the JSON and SVG files.")]
@@ -70,18 +63,18 @@ def error(
     from schoenbat.experiments.error import ErrorOptions
 
     if attentions:
-        with _explained():
+        with explained():
             _refuse_with_attentions(kernels=kernels)
             comparison = (ErrorComparison.quick if quick else ErrorComparison)(
-                **_given(attentions=parse_attentions(attentions), repetitions=repetitions, seed=seed)
+                **given(attentions=parse_attentions(attentions), repetitions=repetitions, seed=seed)
             )
-        _print_files(_compare_error(comparison, out / "error-attentions"))
+        print_files(_compare_error(comparison, out / "error-attentions"))
         return
-    with _explained():
+    with explained():
         options = (ErrorOptions.quick if quick else ErrorOptions)(
-            **_given(kernels=_names(kernels), repetitions=repetitions, seed=seed)
+            **given(kernels=split_names(kernels), repetitions=repetitions, seed=seed)
         )
-    _print_files(_measure_error(options, out / "error")[1])
+    print_files(_measure_error(options, out / "error")[1])
 
 
 @app.command(
@@ -109,21 +102,21 @@ def speed(
     from schoenbat.experiments.comparison import SpeedComparison, parse_attentions
     from schoenbat.experiments.speed import SpeedOptions
 
-    given = _given(kernels=_names(kernels), budget=budget, device=device, seed=seed)
+    chosen = given(kernels=split_names(kernels), budget=budget, device=device, seed=seed)
     if attentions:
-        with _explained():
+        with explained():
             _refuse_with_attentions(kernels=kernels, long=long)
             comparison = (SpeedComparison.quick if quick else SpeedComparison)(
-                attentions=parse_attentions(attentions), **given
+                attentions=parse_attentions(attentions), **chosen
             )
-        _print_files(_compare_speed(comparison, out / "speed-attentions"))
+        print_files(_compare_speed(comparison, out / "speed-attentions"))
         return
-    with _explained():
+    with explained():
         if long:
-            options = SpeedOptions.long(longest=4096 if quick else 131_072, **given)
+            options = SpeedOptions.long(longest=4096 if quick else 131_072, **chosen)
         else:
-            options = (SpeedOptions.quick if quick else SpeedOptions)(**given)
-    _print_files(_measure_speed(options, out / ("speed-long" if long else "speed"))[1])
+            options = (SpeedOptions.quick if quick else SpeedOptions)(**chosen)
+    print_files(_measure_speed(options, out / ("speed-long" if long else "speed"))[1])
 
 
 @app.command(epilog="Example: schoenbat demo --out results")
@@ -143,50 +136,50 @@ def demo(seed: Seed = 0, out: Out = Path("out")) -> None:
     console.rule("Summary")
     for line in demo_summary(errors, speeds, trained):
         console.print(f"• {line}", highlight=False)
-    _print_files([*error_files, *speed_files, *training_files])
+    print_files([*error_files, *speed_files, *training_files])
 
 
 def _measure_error(options: "ErrorOptions", path: Path) -> "tuple[list[ErrorRow], list[Path]]":
     from schoenbat.experiments import error as experiment
     from schoenbat.report import plots, tables
 
-    rows = _track(experiment.run(options), options.total, "error")
+    rows = track(experiment.run(options), options.total, "error")
     for table in tables.error_tables(rows):
         console.print(table)
-    return rows, _write(path, options, rows, plots.error_plot(rows))
+    return rows, write(path, options, rows, plots.error_plot(rows))
 
 
 def _measure_speed(options: "SpeedOptions", path: Path) -> "tuple[list[SpeedRow], list[Path]]":
     from schoenbat.experiments import speed as experiment
     from schoenbat.report import plots, tables
 
-    rows = _track(experiment.run(options), options.total, "speed")
+    rows = track(experiment.run(options), options.total, "speed")
     for table in tables.speed_tables(rows):
         console.print(table)
     # With one number of features the length is what varies, and there is a crossover to look for.
     if len(options.num_features) == 1:
         for line in tables.crossover_lines(rows):
             console.print(line)
-        return rows, _write(path, options, rows, plots.length_plot(rows), options.device)
-    return rows, _write(path, options, rows, plots.speedup_plot(rows), options.device)
+        return rows, write(path, options, rows, plots.length_plot(rows), options.device)
+    return rows, write(path, options, rows, plots.speedup_plot(rows), options.device)
 
 
 def _compare_error(options: "ErrorComparison", path: Path) -> list[Path]:
     from schoenbat.experiments import comparison as experiment
     from schoenbat.report import plots, tables
 
-    rows = _track(experiment.run_error(options), options.total, "error")
+    rows = track(experiment.run_error(options), options.total, "error")
     console.print(tables.attention_error_table(rows))
-    return _write(path, options, rows, plots.attention_error_plot(rows))
+    return write(path, options, rows, plots.attention_error_plot(rows))
 
 
 def _compare_speed(options: "SpeedComparison", path: Path) -> list[Path]:
     from schoenbat.experiments import comparison as experiment
     from schoenbat.report import plots, tables
 
-    rows = _track(experiment.run_speed(options), options.total, "speed")
+    rows = track(experiment.run_speed(options), options.total, "speed")
     console.print(tables.attention_speed_table(rows))
-    return _write(path, options, rows, plots.attention_speed_plot(rows), options.device)
+    return write(path, options, rows, plots.attention_speed_plot(rows), options.device)
 
 
 def _train(options: "DemoOptions", path: Path) -> "tuple[list[DemoRow], list[Path]]":
@@ -195,79 +188,19 @@ def _train(options: "DemoOptions", path: Path) -> "tuple[list[DemoRow], list[Pat
 
     split = listops_split(options)
     rows = []
-    with _progress() as progress:
+    with progress_bar() as progress:
         tasks = [
             progress.add_task(f"training with {name}", start=False, total=options.steps)
             for name in options.attentions
         ]
         for name, task in zip(options.attentions, tasks, strict=True):
             progress.start_task(task)
-            rows.append(train_one(name, split, options, partial(_advance, progress, task)))
+            rows.append(train_one(name, split, options, partial(advance, progress, task)))
     console.print(tables.demo_table(rows))
-    return rows, _write(path, options, rows, plots.training_plot(rows))
-
-
-def _track(rows: Iterable[Row], total: int, description: str) -> list[Row]:
-    with _progress() as progress:
-        return list(progress.track(rows, total=total, description=description))
-
-
-def _advance(progress: Progress, task: TaskID, step: int) -> None:
-    progress.update(task, completed=step, refresh=True)
-
-
-def _progress() -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        auto_refresh=False,  # a thread that redraws the bar would take time from what is being timed
-    )
-
-
-def _write(path: Path, options: object, rows: list[Row], svg: str, device: str = "cpu") -> list[Path]:
-    """Write ``path`` with the endings .json and .svg."""
-    from schoenbat.report.results import write_atomically, write_results
-
-    files = [path.with_name(f"{path.name}.{ending}") for ending in ("json", "svg")]
-    write_results(files[0], path.name, options, rows, device=device)
-    write_atomically(files[1], svg)
-    return files
-
-
-def _print_files(files: list[Path]) -> None:
-    console.print("written:", ", ".join(map(str, files)), soft_wrap=True)
-
-
-def _names(text: str | None) -> tuple[str, ...] | None:
-    return None if text is None else tuple(name.strip() for name in text.split(","))
+    return rows, write(path, options, rows, plots.training_plot(rows))
 
 
 def _refuse_with_attentions(**others: object) -> None:
     for name, value in others.items():
         if value:
             raise ValueError(f"--attentions and --{name} are two experiments; choose one")
-
-
-def _given(**options: object) -> dict[str, Any]:
-    """The options that were given on the command line; the others keep their defaults."""
-    return {name: value for name, value in options.items() if value is not None}
-
-
-@contextmanager
-def _explained() -> Iterator[None]:
-    """Show what was wrong with an option without a traceback."""
-    try:
-        yield
-    except (ValueError, RuntimeError) as error:
-        raise typer.BadParameter(str(error)) from error
-
-
-def main() -> None:
-    """Run the command line."""
-    missing = [name for name in ("matplotlib", "numpy") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise SystemExit(INSTALL.format(" and ".join(missing)))
-    app()

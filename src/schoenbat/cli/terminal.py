@@ -1,0 +1,67 @@
+"""What every command shares: the console, progress bars, files, and errors without a traceback."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+console = Console()
+if not console.is_terminal:
+    console.width = 100
+Row = TypeVar("Row")
+
+
+def track(rows: Iterable[Row], total: int, description: str) -> list[Row]:
+    with progress_bar() as progress:
+        return list(progress.track(rows, total=total, description=description))
+
+
+def advance(progress: Progress, task: TaskID, step: int) -> None:
+    progress.update(task, completed=step, refresh=True)
+
+
+def progress_bar() -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        auto_refresh=False,  # a thread that redraws the bar would take time from what is being timed
+    )
+
+
+def write(path: Path, options: object, rows: list[Row], svg: str, device: str = "cpu") -> list[Path]:
+    """Write ``path`` with the endings .json and .svg."""
+    from schoenbat.report.results import write_atomically, write_results
+
+    files = [path.with_name(f"{path.name}.{ending}") for ending in ("json", "svg")]
+    write_results(files[0], path.name, options, rows, device=device)
+    write_atomically(files[1], svg)
+    return files
+
+
+def print_files(files: list[Path]) -> None:
+    console.print("written:", ", ".join(map(str, files)), soft_wrap=True)
+
+
+def split_names(text: str | None) -> tuple[str, ...] | None:
+    return None if text is None else tuple(name.strip() for name in text.split(","))
+
+
+def given(**options: object) -> dict[str, Any]:
+    """The options that were given on the command line; the others keep their defaults."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Show what was wrong with an option without a traceback."""
+    try:
+        yield
+    except (ValueError, RuntimeError) as error:
+        raise typer.BadParameter(str(error)) from error

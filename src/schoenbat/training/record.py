@@ -1,0 +1,62 @@
+"""What one training run leaves behind: where its files are, and the row of its result file."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+RESULT = "result.json"
+CHECKPOINT = "checkpoint.pt"
+LOG = "log.jsonl"
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """The accuracies of the model as it was after ``step`` steps, as shares."""
+
+    step: int
+    validation: float
+    test: float
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """The row of a result file. Times and memory are those of training steps: warm-up, compilation and
+    evaluations are left out."""
+
+    task: str
+    attention: str
+    seed: int
+    steps: int
+    """How many steps were trained."""
+    best: Accuracy | None
+    """Of the checkpoint with the best validation accuracy; None for a run that is only timed."""
+    last: Accuracy | None
+    majority: float
+    """The accuracy on test of always answering the most frequent label."""
+    parameters: int
+    seconds: float
+    """Of all timed steps together."""
+    timed_steps: int
+    peak_memory: int | None
+    """Bytes at the peak of a training step, None where the device does not tell."""
+    devices: int
+    alone: bool
+    """Whether nothing else was run on the device at the same time, as far as the run was told."""
+    data: str
+    """The fingerprint of the data."""
+    revision: str | None
+    """The git revision of the code, with "+" where files were changed."""
+
+    @property
+    def step_seconds(self) -> float:
+        return self.seconds / max(1, self.timed_steps)
+
+
+def run_directory(out: Path, task: str, attention: str, seed: int, *, timing: bool = False) -> Path:
+    """Where a run keeps its files; attentions with options become names that every file system takes.
+
+    >>> run_directory(Path("runs"), "text", "schoenbat:kernel=inv,causal=true", 0).as_posix()
+    'runs/text/schoenbat+kernel=inv+causal=true/seed-0'
+    """
+    slug = re.sub(r"[^\w.=-]+", "+", attention)
+    return out / task / slug / ("timing" if timing else f"seed-{seed}")
