@@ -118,7 +118,7 @@ def test_demo_shows_everything_and_a_summary(invoke, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == files
     rows = json.loads((tmp_path / "demo-training.json").read_text())["rows"]
     assert [row["attention"] for row in rows] == ["softmax", "schoenbat", "mean"]
-    assert rows[0]["result"]["history"][-1]["step"] == 2
+    assert rows[0]["history"][-1]["step"] == 2
 
 
 @pytest.mark.usefixtures("tiny")

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from oracle import Largest, gradients
+from torch.nn.attention.flex_attention import flex_attention
 
 from schoenbat.baselines import Softmax
 from schoenbat.baselines.bigbird import BigBird
@@ -69,6 +70,42 @@ def test_with_a_full_mask_it_is_softmax(is_causal, block_size, num_random, key_m
     if key_mask is not None:
         expected = expected * key_mask[:, None, :, None]
     torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("num_random", [0, 2])
+@pytest.mark.parametrize("lengths", [(5, 40, 0), (40, 40, 40), (17, 18, 19)])
+def test_in_place_is_gathered(is_causal, num_random, lengths):
+    """FlexAttention, here uncompiled, sees the blocks that are gathered without it."""
+    attention = make(block_size=8, num_random=num_random)
+    length = torch.tensor(lengths).view(3, 1, 1, 1)
+    tensors = inputs()
+    real = torch.arange(40) < length.mT  # what stands beyond the length is of no use
+    got = attention._attend_in_place(*tensors, length, is_causal, flex_attention)
+    expected = attention._attend_gathered(*tensors, length, is_causal)
+    got, expected = (torch.where(real.mT, x, 0.0) for x in (got, expected))
+    torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("n", [1, 63, 500, 2048])
+def test_on_a_gpu_flex_attention_gives_what_the_definition_gives(is_causal, n):
+    generator = torch.Generator().manual_seed(0)
+    attention = BigBird(32, 2)
+    tensors = [torch.randn(2, 2, n, 32, generator=generator, dtype=torch.float64) for _ in range(3)]
+    mask = torch.arange(n) < torch.tensor([[n], [1 + n // 3]])
+    right = [x.requires_grad_() for x in tensors]
+    expected = attention(*right, key_mask=mask, is_causal=is_causal)
+    ours = [x.detach().float().cuda().requires_grad_() for x in tensors]
+    got = attention.cuda()(*ours, key_mask=mask.cuda(), is_causal=is_causal)
+    pairs = zip(
+        [got, *torch.autograd.grad(got.square().sum(), ours)],
+        [expected, *torch.autograd.grad(expected.square().sum(), right)],
+        strict=True,
+    )
+    for a, b in pairs:
+        assert (a.cpu().double() - b).norm() <= 1e-4 * b.norm().clamp(min=1e-3)
 
 
 def test_with_a_sparse_mask_it_is_not():

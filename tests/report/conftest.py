@@ -5,11 +5,10 @@ import itertools
 import pytest
 
 from schoenbat.experiments.comparison import AttentionError, AttentionSpeed, approximates_softmax
-from schoenbat.experiments.demo import DemoRow
+from schoenbat.experiments.demo import DemoRow, Point
 from schoenbat.experiments.error import ErrorRow
 from schoenbat.experiments.speed import PASSES, SpeedRow
 from schoenbat.registry import attention_names
-from schoenbat.training import Progress, TrainingResult
 
 
 @pytest.fixture
@@ -57,6 +56,6 @@ def attention_errors():
 @pytest.fixture
 def trained():
     return [
-        DemoRow(name, 76_000, accuracy, 0.186, TrainingResult([Progress(1, 2.0, accuracy)], 31.0))
+        DemoRow(name, 76_000, accuracy, 0.186, 31.0, [Point(1, 2.0, accuracy)])
         for name, accuracy in [("softmax", 0.391), ("schoenbat", 0.384)]
     ]

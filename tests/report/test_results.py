@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import schoenbat
-from schoenbat.report.results import device_name, write_atomically, write_results
+from schoenbat.files import write_atomically
+from schoenbat.report.results import device_name, write_results
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from schoenbat.registry import attention_names
-from schoenbat.training import Classifier
+from schoenbat.training.classifier import Classifier
 
 SIZES = {"vocab_size": 16, "num_classes": 10, "max_length": 24}
 

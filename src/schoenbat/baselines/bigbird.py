@@ -5,15 +5,22 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from schoenbat.baselines.baseline import Baseline
 from schoenbat.baselines.masking import zero_masked
 from schoenbat.baselines.selection import spread, take_rows, taking_part_first
 from schoenbat.baselines.softmax import attend_visible
+from schoenbat.ops.flex import compiled_flex, has_fast_path
 from schoenbat.precision import refuse_half
 
 # Query blocks beyond so many use the rows of the table again, for other blocks of the sequence.
 _TABLE_ROWS = 1024
+# FlexAttention's own tiles must divide the blocks.
+_FLEX_TILE = 64
+_FLEX_TILES = {
+    "BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_M1": 32, "BLOCK_N1": 64, "BLOCK_M2": 64, "BLOCK_N2": 32,
+}  # fmt: skip
 
 
 class BigBird(Baseline):
@@ -30,9 +37,9 @@ class BigBird(Baseline):
     nothing wherever it stands. A token left out gives zeros. The random blocks, one from each of r equal
     stretches of the others, differ by head and are fixed by the seed.
 
-    The blocks that a block sees are gathered and given to ``F.scaled_dot_product_attention``. A FlexAttention
-    mask would read them in place, but is of use only where compiled and must be built again for every batch
-    of lengths; this is one code for all devices and lengths.
+    On CUDA, FlexAttention reads the blocks that a block sees in place, by a ``BlockMask``. Where it has no
+    fast path (other devices, float64, blocks that are no multiple of 64, widths that are no power of 2) the
+    blocks are gathered and given to ``F.scaled_dot_product_attention``.
 
     Zaheer, Guruganesh, Dubey, Ainslie, Alberti, Ontanon, Pham, Ravula, Wang, Yang, Ahmed: "Big Bird:
     Transformers for Longer Sequences", 2020.
@@ -89,9 +96,61 @@ class BigBird(Baseline):
     ) -> Tensor:
         """Attend where the first ``length``, ``(B or 1, 1, 1, 1)``, tokens of each row are all that count."""
         num_tokens, size = query.shape[-2], self.block_size
-        num_blocks = -(-num_tokens // size)
-        padding = num_blocks * size - num_tokens
-        blocks = (F.pad(x, (0, 0, 0, padding)).unflatten(-2, (num_blocks, size)) for x in (query, key, value))
+        padding = -num_tokens % size
+        query, key, value = (F.pad(x, (0, 0, 0, padding)) for x in (query, key, value))
+        if has_fast_path(query, value) and size % _FLEX_TILE == 0:
+            output = self._attend_in_place(query, key, value, length, is_causal, compiled_flex())
+        else:
+            output = self._attend_gathered(query, key, value, length, is_causal)
+        return output[:, :, :num_tokens]
+
+    def _attend_in_place(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        length: Tensor,
+        is_causal: bool,
+        flex: Callable[..., Tensor],
+    ) -> Tensor:
+        """By FlexAttention, on whole blocks."""
+        mask = self._block_mask(query.shape[0], query.shape[-2], length, is_causal)
+        output: Tensor = flex(query, key, value, block_mask=mask, kernel_options=_FLEX_TILES)
+        return output
+
+    def _block_mask(self, batch: int, num_tokens: int, length: Tensor, is_causal: bool) -> BlockMask:
+        """Which blocks each block sees: wholly, or (the last of a sequence, its own when causal) in part."""
+        size = self.block_size
+        num_blocks = num_tokens // size
+        # A sequence of no tokens sees one, a zero, so that no row is without keys.
+        length = length.clamp(min=1).expand(batch, 1, 1, 1)
+        last = (length - 1) // size
+        seen, exists = self._seen_blocks(num_blocks, last)
+        column = torch.arange(num_blocks, device=length.device)
+        row = column[:, None]
+        visible = torch.zeros(*seen.shape[:3], num_blocks, dtype=torch.int8, device=length.device)
+        visible = visible.scatter_reduce(-1, seen, exists.to(torch.int8), "amax") > 0
+        visible = (visible | (row == 0) | (row == last)) & (column <= last)
+        whole = visible & ((column + 1) * size <= length)
+        if is_causal:
+            visible, whole = visible & (column <= row), whole & (column < row)
+        limits = length.flatten()
+
+        def takes_part(b: Tensor, h: Tensor, query_index: Tensor, key_index: Tensor) -> Tensor:
+            within = visible[b, h, query_index // size, key_index // size] & (key_index < limits[b])
+            return within & (key_index <= query_index) if is_causal else within
+
+        return BlockMask.from_kv_blocks(
+            *_ordered(visible & ~whole), *_ordered(whole), BLOCK_SIZE=size, mask_mod=takes_part
+        )
+
+    def _attend_gathered(
+        self, query: Tensor, key: Tensor, value: Tensor, length: Tensor, is_causal: bool
+    ) -> Tensor:
+        """By SDPA on copies of the blocks that each block sees."""
+        size = self.block_size
+        num_blocks = query.shape[-2] // size
+        blocks = (x.unflatten(-2, (num_blocks, size)) for x in (query, key, value))
         query, key, value = blocks  # (B, H, C, m, d)
         last = (length - 1).clamp(min=0) // size
         output = self._sparse_rows(query, key, value, length, last, is_causal)
@@ -100,7 +159,7 @@ class BigBird(Baseline):
         block = torch.arange(num_blocks, device=query.device)[:, None, None]
         output = torch.where(block == last.unsqueeze(-1), last_rows, output)
         output = torch.where(block == 0, first_rows, output)
-        return output.flatten(2, 3)[:, :, :num_tokens]
+        return output.flatten(2, 3)
 
     def _sparse_rows(
         self, query: Tensor, key: Tensor, value: Tensor, length: Tensor, last: Tensor, is_causal: bool
@@ -171,3 +230,9 @@ def _positions(blocks: Tensor, size: int) -> Tensor:
 def _take_blocks(x: Tensor, blocks: Tensor) -> Tensor:
     """Blocks of ``x`` ``(B, H, C, m, d)`` by number ``(B or 1, H or 1, ...)``: ``(B, H, ..., m, d)``."""
     return take_rows(x.flatten(3), blocks).unflatten(-1, x.shape[3:])
+
+
+def _ordered(visible: Tensor) -> tuple[Tensor, Tensor]:
+    """How many blocks each block sees, ``(B, H, C)``, and their numbers, first in ``(B, H, C, C)``."""
+    numbers = (~visible).to(torch.int8).argsort(dim=-1, stable=True)
+    return visible.sum(-1, dtype=torch.int32), numbers.to(torch.int32)

@@ -183,10 +183,10 @@ def _compare_speed(options: "SpeedComparison", path: Path) -> list[Path]:
 
 
 def _train(options: "DemoOptions", path: Path) -> "tuple[list[DemoRow], list[Path]]":
-    from schoenbat.experiments.demo import listops_split, train_one
+    from schoenbat.experiments.demo import listops_task, train_one
     from schoenbat.report import plots, tables
 
-    split = listops_split(options)
+    data = listops_task(options)
     rows = []
     with progress_bar() as progress:
         tasks = [
@@ -195,7 +195,7 @@ def _train(options: "DemoOptions", path: Path) -> "tuple[list[DemoRow], list[Pat
         ]
         for name, task in zip(options.attentions, tasks, strict=True):
             progress.start_task(task)
-            rows.append(train_one(name, split, options, partial(advance, progress, task)))
+            rows.append(train_one(name, data, options, partial(advance, progress, task)))
     console.print(tables.demo_table(rows))
     return rows, write(path, options, rows, plots.training_plot(rows))
 

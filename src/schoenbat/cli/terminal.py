@@ -37,7 +37,8 @@ def progress_bar() -> Progress:
 
 def write(path: Path, options: object, rows: list[Row], svg: str, device: str = "cpu") -> list[Path]:
     """Write ``path`` with the endings .json and .svg."""
-    from schoenbat.report.results import write_atomically, write_results
+    from schoenbat.files import write_atomically
+    from schoenbat.report.results import write_results
 
     files = [path.with_name(f"{path.name}.{ending}") for ending in ("json", "svg")]
     write_results(files[0], path.name, options, rows, device=device)

@@ -1,5 +1,21 @@
-"""The data that the experiments train on: one module for each task."""
+"""The tasks of the Long Range Arena as arrays: one module for each, and ``prepare`` and ``load`` for all."""
 
-from schoenbat.data import listops, pathfinder
+from schoenbat.data import image, listops, pathfinder, retrieval, text
+from schoenbat.data.catalogue import load, prepare, task_names
+from schoenbat.data.errors import DataError, MissingDataError
+from schoenbat.data.task import Split, Task
 
-__all__ = ["listops", "pathfinder"]
+__all__ = [
+    "DataError",
+    "MissingDataError",
+    "Split",
+    "Task",
+    "image",
+    "listops",
+    "load",
+    "pathfinder",
+    "prepare",
+    "retrieval",
+    "task_names",
+    "text",
+]

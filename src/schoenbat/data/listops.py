@@ -8,6 +8,7 @@ has 2 to 10 arguments. An example is an expression whose number of tokens lies s
 import itertools
 import multiprocessing
 import random
+import signal
 import statistics
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
@@ -15,6 +16,9 @@ from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
+
+from schoenbat.data.arrays import Arrays, consecutive
+from schoenbat.data.progress import Step, silent
 
 OPERATORS: dict[str, Callable[[Sequence[int]], int]] = {
     "[MIN": min,
@@ -28,6 +32,8 @@ OPERATOR_PROBABILITY = 0.25
 MAX_DEPTH = 10
 MAX_ARGS = 10
 TREES_PER_BLOCK = 1024
+TRAIN_SIZE, VALIDATION_SIZE, TEST_SIZE = 96_000, 2_000, 2_000
+WIDTH = 2048
 # A filter that lets not one of this many blocks through is a mistake, not bad luck.
 BARREN_BLOCKS = 100
 
@@ -46,6 +52,7 @@ def generate(
     min_length: int = 500,
     max_length: int = 2000,
     workers: int = 1,
+    on_progress: Step = silent,
 ) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.int64]]:
     """Draw distinct examples of ``min_length < length < max_length`` tokens, the same on every machine.
 
@@ -55,6 +62,7 @@ def generate(
         min_length: exclusive lower bound of the number of tokens.
         max_length: exclusive upper bound, and the width of the padded token array.
         workers: how many processes draw; the examples do not depend on it.
+        on_progress: told how many examples there are, now and then.
 
     Returns:
         tokens ``(count, max_length)``, indices into ``VOCABULARY`` padded with 0; lengths and labels
@@ -71,13 +79,27 @@ def generate(
         )
     draw = partial(_block, seed, min_length=min_length, max_length=max_length)
     with closing(_blocks(draw, workers)) as blocks:
-        examples = _distinct(blocks, count)
+        examples = _distinct(blocks, count, on_progress)
     tokens = np.zeros((count, max_length), dtype=np.uint8)
     for row, (expression, _) in zip(tokens, examples, strict=True):
         row[: len(expression)] = np.frombuffer(expression, dtype=np.uint8)
     lengths = np.array([len(expression) for expression, _ in examples], dtype=np.int64)
     labels = np.array([value for _, value in examples], dtype=np.int64)
     return tokens, lengths, labels
+
+
+def splits(test_size: int = TEST_SIZE, *, workers: int = 1, on_progress: Step = silent) -> Arrays:
+    """The task of the Long Range Arena: one stream of examples, first train, then validation, then test."""
+    if test_size < 1:
+        raise ValueError(f"the test set of ListOps needs an example at least; got {test_size=}")
+    sizes = {"train": TRAIN_SIZE, "validation": VALIDATION_SIZE, "test": test_size}
+    tokens, lengths, labels = generate(sum(sizes.values()), 0, workers=workers, on_progress=on_progress)
+    return consecutive(
+        np.pad(tokens, ((0, 0), (0, WIDTH - tokens.shape[1]))),
+        lengths,
+        labels,
+        sizes,
+    )
 
 
 def evaluate(expression: str) -> int:
@@ -127,19 +149,23 @@ def _blocks(draw: Callable[[int], list[Example]], workers: int) -> Generator[lis
     if workers == 1:
         yield from map(draw, itertools.count())
         return
-    with multiprocessing.get_context("spawn").Pool(workers) as pool:
+    # Ctrl-C reaches every process; it is this one that ends the others.
+    with multiprocessing.get_context("spawn").Pool(
+        workers, signal.signal, (signal.SIGINT, signal.SIG_IGN)
+    ) as pool:
         stride = 16 * workers
         for first in itertools.count(0, stride):
             yield from pool.imap(draw, range(first, first + stride))
 
 
-def _distinct(blocks: Iterable[list[Example]], count: int) -> list[Example]:
+def _distinct(blocks: Iterable[list[Example]], count: int, on_progress: Step = silent) -> list[Example]:
     """The first `count` different examples of the blocks."""
     found: dict[bytes, int] = {}
     barren = 0
     for block in blocks:
         before = len(found)
         found.update(block)
+        on_progress(min(len(found), count), count)
         barren = barren + 1 if len(found) == before else 0
         if len(found) >= count:
             break

@@ -19,6 +19,7 @@ Here many images grow at the same time: each array holds one step of all of them
 
 import itertools
 import multiprocessing
+import signal
 from collections.abc import Iterator
 from functools import cache, partial
 from typing import NamedTuple
@@ -26,6 +27,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
+
+from schoenbat.data.arrays import Arrays, consecutive
+from schoenbat.data.progress import Step, silent
 
 SIZE = 32
 TARGET_LENGTH = 14
@@ -43,6 +47,7 @@ DISTRACTOR_TRIALS = 5
 IMAGES_PER_BLOCK = 512
 # One attempt in 23 succeeds; this many fit into a processor's cache.
 ATTEMPTS_PER_ROUND = 1024
+SPLIT_SIZES = {"train": 160_000, "validation": 20_000, "test": 20_000}
 
 Integers = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -60,13 +65,14 @@ _OVERLAP = 459
 _FREE = 76
 
 
-def generate(count: int, seed: int, *, workers: int = 1) -> tuple[Grey, Integers]:
+def generate(count: int, seed: int, *, workers: int = 1, on_progress: Step = silent) -> tuple[Grey, Integers]:
     """Draw images and their labels, the same on every machine.
 
     Args:
         count: how many images.
         seed: what they are drawn from, 0 or more.
         workers: how many processes draw; the images do not depend on it.
+        on_progress: told how many images there are, now and then.
 
     Returns:
         images ``(count, 32, 32)`` and labels ``(count,)``, 1 where a snake joins the two circles, else 0.
@@ -86,7 +92,15 @@ def generate(count: int, seed: int, *, workers: int = 1) -> tuple[Grey, Integers
         rows = slice(start, min(start + IMAGES_PER_BLOCK, count))
         images[rows] = some[: rows.stop - start]
         labels[rows] = their_labels[: rows.stop - start]
+        on_progress(rows.stop, count)
     return images, labels
+
+
+def splits(*, workers: int = 1, on_progress: Step = silent) -> Arrays:
+    """The task of the Long Range Arena: one stream of images, first train, then validation, then test."""
+    count = sum(SPLIT_SIZES.values())
+    images, labels = generate(count, 0, workers=workers, on_progress=on_progress)
+    return consecutive(images.reshape(count, SIZE**2), np.full(count, SIZE**2), labels, SPLIT_SIZES)
 
 
 def _blocks(seed: int, count: int, workers: int) -> Iterator[tuple[Grey, Integers]]:
@@ -95,7 +109,10 @@ def _blocks(seed: int, count: int, workers: int) -> Iterator[tuple[Grey, Integer
     if workers == 1:
         yield from map(draw, range(count))
         return
-    with multiprocessing.get_context("spawn").Pool(workers) as pool:
+    # Ctrl-C reaches every process; it is this one that ends the others.
+    with multiprocessing.get_context("spawn").Pool(
+        workers, signal.signal, (signal.SIGINT, signal.SIG_IGN)
+    ) as pool:
         yield from pool.imap(draw, range(count))
 
 

@@ -1,14 +1,16 @@
 """A two-layer classifier of short ListOps expressions, trained with one attention beside another."""
 
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
-import torch
+import numpy as np
 
 from schoenbat.data import listops
-from schoenbat.training import Classifier, Examples, TrainingOptions, TrainingResult, train
-
-NUM_CLASSES = 10
+from schoenbat.data.task import Split, Task
+from schoenbat.training.protocol import Protocol
+from schoenbat.training.run import Progress, RunOptions, train
 
 
 @dataclass(frozen=True)
@@ -25,15 +27,30 @@ class DemoOptions:
     learning_rate: float = 2e-3
     seed: int = 0
 
-    def training_options(self) -> TrainingOptions:
-        return TrainingOptions(
+    def run_options(self, attention: str) -> RunOptions:
+        every = max(1, self.steps // 8)
+        protocol = Protocol(
+            self.batch_size,
+            self.learning_rate,
+            warmup=every,
+            evaluate_every=every,
+            embedding_rows=len(listops.VOCABULARY),
             steps=self.steps,
-            batch_size=self.batch_size,
-            learning_rate=self.learning_rate,
-            warmup=self.steps // 8,
-            evaluate_every=max(1, self.steps // 8),
-            seed=self.seed,
+            dropout=0.0,
+            weight_decay=0.01,
         )
+        return RunOptions(
+            "listops", attention, protocol, seed=self.seed, accelerator="cpu", report_every=every
+        )
+
+
+@dataclass(frozen=True)
+class Point:
+    """After ``step`` steps: the mean loss since the last point, and the accuracy on validation data."""
+
+    step: int
+    loss: float
+    accuracy: float
 
 
 @dataclass(frozen=True)
@@ -46,46 +63,61 @@ class DemoRow:
     """On validation examples, after the last step."""
     majority: float
     """The accuracy of always answering the most frequent label."""
-    result: TrainingResult
+    seconds: float
+    """Of all steps, without evaluations."""
+    history: list[Point]
 
 
-def listops_split(options: DemoOptions) -> tuple[Examples, Examples]:
-    """Training and validation examples; no expression is in both."""
-    tokens, _, labels = listops.generate(
-        options.num_training + options.num_validation,
-        options.seed,
-        min_length=options.min_length,
+def listops_task(options: DemoOptions) -> Task:
+    """Short expressions; no expression of the training split is in the validation split."""
+    count = options.num_training + options.num_validation
+    tokens, lengths, labels = listops.generate(
+        count, options.seed, min_length=options.min_length, max_length=options.max_length
+    )
+    members = np.arange(count)
+    training, validation = (
+        Split(tokens, lengths, members[rows], labels[rows])
+        for rows in (slice(options.num_training), slice(options.num_training, None))
+    )
+    return Task(
+        name="listops",
+        vocab_size=len(listops.VOCABULARY),
+        num_classes=10,
         max_length=options.max_length,
+        paired=False,
+        train=training,
+        validation=validation,
+        test=validation,
+        fingerprint=f"{count} short expressions, seed {options.seed}",
     )
-    sizes = [options.num_training, options.num_validation]
-    parts = zip(
-        torch.from_numpy(tokens).long().split(sizes), torch.from_numpy(labels).split(sizes), strict=True
-    )
-    training, validation = (Examples(*part) for part in parts)
-    return training, validation
 
 
 def train_one(
     attention: str,
-    split: tuple[Examples, Examples],
+    task: Task,
     options: DemoOptions,
     on_step: Callable[[int], None] = lambda step: None,
 ) -> DemoRow:
     """Train the classifier with one attention; all start from the same seed and see the same batches."""
-    training, validation = split
-    torch.manual_seed(options.seed)
-    model = Classifier(
-        attention,
-        vocab_size=len(listops.VOCABULARY),
-        num_classes=NUM_CLASSES,
-        max_length=options.max_length,
-        dropout=0.0,
-    )
-    result = train(model, training, validation, options.training_options(), on_step)
+    losses: dict[int, float] = {}
+    history: list[Point] = []
+
+    def on_progress(progress: Progress) -> None:
+        if progress.loss is not None:
+            losses[progress.step] = progress.loss
+        elif progress.validation is not None:
+            history.append(Point(progress.step, losses[progress.step], progress.validation))
+        else:
+            on_step(progress.step)
+
+    with tempfile.TemporaryDirectory() as directory:
+        record = train(task, options.run_options(attention), Path(directory), on_progress=on_progress)
+    assert record is not None  # one device is the first
     return DemoRow(
         attention=attention,
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        accuracy=result.accuracy,
-        majority=validation.majority_share(),
-        result=result,
+        parameters=record.parameters,
+        accuracy=history[-1].accuracy,
+        majority=record.majority,
+        seconds=record.step_seconds * record.steps,
+        history=history,
     )

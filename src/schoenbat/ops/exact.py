@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from schoenbat.kernels import DotProductKernel
+from schoenbat.ops.flex import compiled_flex
 
 
 def attend(
@@ -106,15 +107,8 @@ def _flex(
         score_mod = _masked(_log_kernel(kernel), visible.expand(shape)[:, 0, 0])
     # Every kernel is a score_mod of its own: at the usual limit Dynamo would give up and form the scores.
     with torch._dynamo.config.patch(recompile_limit=256):
-        out = _compiled_flex()(*flat, score_mod=score_mod, scale=scale, enable_gqa=groups > 1)
+        out = compiled_flex()(*flat, score_mod=score_mod, scale=scale, enable_gqa=groups > 1)
     return out.unflatten(1, (-1, groups))
-
-
-@cache
-def _compiled_flex() -> Callable[..., Tensor]:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return torch.compile(flex_attention)
 
 
 @cache

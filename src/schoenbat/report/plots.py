@@ -110,11 +110,9 @@ def training_plot(rows: Sequence[DemoRow]) -> str:
     figure, panels = _panels(1, 2)
     loss_axes, accuracy_axes = panels[0]
     for row in rows:
-        steps = [progress.step for progress in row.result.history]
-        loss_axes.plot(steps, [progress.loss for progress in row.result.history], label=row.attention)
-        accuracy_axes.plot(
-            steps, [100 * progress.accuracy for progress in row.result.history], label=row.attention
-        )
+        steps = [point.step for point in row.history]
+        loss_axes.plot(steps, [point.loss for point in row.history], label=row.attention)
+        accuracy_axes.plot(steps, [100 * point.accuracy for point in row.history], label=row.attention)
     accuracy_axes.axhline(100 * rows[0].majority, color="grey", linestyle=":", label="most frequent label")
     loss_axes.set(ylabel="training loss")
     accuracy_axes.set(ylabel="validation accuracy, %", ylim=(0, None))

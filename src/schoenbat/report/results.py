@@ -1,11 +1,9 @@
 """The one format of results: a JSON file that says what was measured, on which machine, by which command."""
 
 import json
-import os
 import platform
 import shlex
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from datetime import UTC, datetime
@@ -15,6 +13,7 @@ from typing import Any
 import torch
 
 import schoenbat
+from schoenbat.files import write_atomically
 
 
 def write_results(
@@ -39,21 +38,6 @@ def write_results(
         "rows": [_plain(row) for row in rows],
     }
     write_atomically(path, json.dumps(results, indent=1, default=str) + "\n")
-
-
-def write_atomically(path: Path, content: str) -> None:
-    """Write so that ``path`` holds the whole content or what it held before, whenever the program ends."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(content)
-        # mkstemp makes files that only their owner may read; results are for everybody.
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
 
 
 def device_name(device: torch.device) -> str:

@@ -108,9 +108,7 @@ def demo_table(rows: Sequence[DemoRow]) -> Table:
     for column in ("parameters", "seconds", "accuracy"):
         table.add_column(column, justify="right")
     for row in rows:
-        table.add_row(
-            row.attention, f"{row.parameters:,}", f"{row.result.seconds:.0f}", f"{row.accuracy:.1%}"
-        )
+        table.add_row(row.attention, f"{row.parameters:,}", f"{row.seconds:.0f}", f"{row.accuracy:.1%}")
     table.add_section()
     table.add_row("most frequent label", "", "", f"{rows[0].majority:.1%}")
     return table
@@ -132,7 +130,7 @@ def demo_summary(
         ratio = _number(speedup(speeds, row, "sdpa"))
         yield f"{row.direction} at n = {row.length:,}: RMFA is {ratio} times as fast as SDPA"
     yield from crossover_lines(speeds)
-    times = ", ".join(f"{row.attention} {row.result.seconds:.0f} s" for row in trained)
+    times = ", ".join(f"{row.attention} {row.seconds:.0f} s" for row in trained)
     yield f"training time: {times} (sequences this short are where softmax is the faster one)"
     accuracies = ", ".join(f"{row.attention} {row.accuracy:.1%}" for row in trained)
     yield f"ListOps accuracy: {accuracies}, most frequent label {trained[0].majority:.1%}"

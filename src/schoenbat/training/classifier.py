@@ -1,5 +1,6 @@
 """The small sequence classifier of the Long Range Arena comparisons, with any attention of the registry."""
 
+import torch
 from torch import Tensor, nn
 
 from schoenbat.registry import build_attention
@@ -8,16 +9,20 @@ from schoenbat.registry import build_attention
 class Classifier(nn.Module):
     """Token and learned position embeddings, two pre-norm layers, mean over positions, a two-layer head.
 
+    It is the model of the paper's comparisons. With ``paired``, two sequences go through the same layers, and
+    the head sees ``[x₀, x₁, x₀·x₁, x₀−x₁]``.
+
     Args:
         attention: a name with options, as ``schoenbat.build_attention`` takes it.
-        vocab_size: the number of tokens; token 0 is padding.
+        vocab_size: the rows of the token embedding; token 0 is padding.
         num_classes: the number of labels.
         max_length: what sequences are padded to; shorter input gives the same logits as the padded one.
         dim: the width of the embeddings.
         num_heads: attention heads of ``dim / num_heads`` channels each.
         hidden_dim: the width inside the feed-forward parts and the head.
         num_layers: the number of layers.
-        dropout: on the embeddings and on what each part of a layer adds.
+        dropout: on the embeddings, on what each part of a layer adds, and on softmax attention's weights.
+        paired: whether an example is two sequences.
 
     >>> import torch
     >>> model = Classifier("mean", vocab_size=16, num_classes=10, max_length=32)
@@ -37,9 +42,10 @@ class Classifier(nn.Module):
         hidden_dim: int = 128,
         num_layers: int = 2,
         dropout: float = 0.1,
+        paired: bool = False,
     ) -> None:
         super().__init__()
-        self.max_length = max_length
+        self.max_length, self.paired = max_length, paired
         self.tokens = nn.Embedding(vocab_size, dim)
         self.positions = nn.Embedding(max_length, dim)
         nn.init.normal_(self.tokens.weight, std=0.02)
@@ -47,7 +53,7 @@ class Classifier(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.layers = nn.ModuleList(
             Layer(
-                build_attention(attention, dim // num_heads, num_heads, max_length),
+                build_attention(_with_dropout(attention, dropout), dim // num_heads, num_heads, max_length),
                 dim,
                 num_heads,
                 hidden_dim,
@@ -56,24 +62,32 @@ class Classifier(nn.Module):
             for _ in range(num_layers)
         )
         self.norm = nn.LayerNorm(dim)
-        self.head = nn.Sequential(nn.Linear(dim, hidden_dim), nn.ReLU(), nn.Linear(hidden_dim, num_classes))
+        self.head = nn.Sequential(
+            nn.Linear(4 * dim if paired else dim, hidden_dim), nn.ReLU(), nn.Linear(hidden_dim, num_classes)
+        )
 
     def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Logits ``(B, num_classes)`` of ``tokens`` ``(B, n)``.
+        """Logits ``(B, num_classes)`` of ``tokens`` ``(B, n)``, or ``(B, 2, n)`` where paired.
 
-        ``mask`` ``(B, n)`` is True where a token takes part; None stands for ``tokens != 0``.
+        ``mask``, of the same shape, is True where a token takes part; None stands for ``tokens != 0``.
         """
         if tokens.shape[-1] > self.max_length:
             raise ValueError(f"sequences of {tokens.shape[-1]} tokens, but max_length is {self.max_length}")
         if mask is None:
             mask = tokens != 0
+        if not self.paired:
+            return self.head(self.encode(tokens, mask))
+        first, second = self.encode(tokens.flatten(0, 1), mask.flatten(0, 1)).unflatten(0, (-1, 2)).unbind(1)
+        return self.head(torch.cat([first, second, first * second, first - second], -1))
+
+    def encode(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        """What the layers make of sequences ``(B, n)``: ``(B, dim)``."""
         x = self.tokens(tokens) + self.positions.weight[: tokens.shape[-1]]  # (B, n, dim)
         x = self.dropout(x)
         for layer in self.layers:
             x = layer(x, mask)
         # Divided by the padded length, as in the published comparisons: the sum then also tells the length.
-        pooled = (self.norm(x) * mask.unsqueeze(-1)).sum(-2) / self.max_length
-        return self.head(pooled)
+        return (self.norm(x) * mask.unsqueeze(-1)).sum(-2) / self.max_length
 
 
 class Layer(nn.Module):
@@ -107,3 +121,11 @@ class Layer(nn.Module):
         query, key, value = heads.permute(2, 0, 3, 1, 4).unbind()  # each (B, H, n, d)
         mixed = self.attention(query, key, value, key_mask=mask, query_mask=mask)
         return self.output(mixed.transpose(-3, -2).flatten(-2))
+
+
+def _with_dropout(attention: str, rate: float) -> str:
+    """Softmax attention alone has weights that can be dropped; a rate of its own comes first."""
+    name, _, options = attention.partition(":")
+    if name != "softmax" or "dropout=" in options:
+        return attention
+    return f"{name}:{options}{',' if options else ''}dropout={rate}"

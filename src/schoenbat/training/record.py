@@ -1,12 +1,17 @@
 """What one training run leaves behind: where its files are, and the row of its result file."""
 
 import re
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
 RESULT = "result.json"
 CHECKPOINT = "checkpoint.pt"
 LOG = "log.jsonl"
+# The first steps of a process compile, capture and allocate; they are trained but not timed.
+WARM_STEPS = 10
+# So many follow in a run that is only timed.
+TIMED_STEPS = 200
 
 
 @dataclass(frozen=True)
@@ -60,3 +65,16 @@ def run_directory(out: Path, task: str, attention: str, seed: int, *, timing: bo
     """
     slug = re.sub(r"[^\w.=-]+", "+", attention)
     return out / task / slug / ("timing" if timing else f"seed-{seed}")
+
+
+def revision() -> str | None:
+    """The git revision that this code is of, with "+" where it was changed since."""
+    here = Path(__file__).parent
+    try:
+        revision, changes = (
+            subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, check=True).stdout
+            for words in (["rev-parse", "HEAD"], ["status", "--porcelain", "--", "."])
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return revision.strip() + ("+" if changes else "")

@@ -1,0 +1,191 @@
+"""The commands around the Long Range Arena: train, sweep, table."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from schoenbat.cli.sweep import app as sweep_app
+from schoenbat.cli.terminal import console, explained, given, print_files
+from schoenbat.training.record import CHECKPOINT, RESULT, TIMED_STEPS, WARM_STEPS, run_directory
+
+if TYPE_CHECKING:
+    from schoenbat.training.record import RunRecord
+    from schoenbat.training.run import OnProgress, RunOptions
+    from schoenbat.training.run import Progress as TrainingProgress
+
+# What a scheduler and a sweep tell endings apart by.
+EXIT_NOT_FINITE = 3
+EXIT_INTERRUPTED = 143
+
+app = typer.Typer(
+    no_args_is_help=True, help="The Long Range Arena: train one attention on one task, or all on all."
+)
+app.add_typer(sweep_app)
+
+Optional = typer.Option(help="Default: the paper's protocol.", rich_help_panel="Protocol")
+
+
+@app.command(
+    epilog="Example: schoenbat lra train --task listops --attention schoenbat:kernel=inv --seed 1\n\n"
+    "Example: schoenbat lra train --task text --attention softmax --steps 500 --resume"
+)
+def train(
+    task: Annotated[str, typer.Option(help="listops, text, retrieval, pathfinder or image.")],
+    attention: Annotated[str, typer.Option(help="A name with options, e.g. schoenbat:kernel=inv.")],
+    seed: Annotated[int, typer.Option(help="Of weights, feature maps, batches and dropout.")] = 0,
+    data: Annotated[Path, typer.Option(help="Where `schoenbat data prepare` put the data.")] = Path("data"),
+    out: Annotated[Path, typer.Option(help="Directory of all runs; each has its own inside.")] = Path("runs"),
+    resume: Annotated[bool, typer.Option("--resume", help="Continue a run that was interrupted.")] = False,
+    timing: Annotated[bool, typer.Option("--timing", help="Only time 200 steps.")] = False,
+    shared_device: Annotated[
+        bool, typer.Option("--shared-device", help="Other programs use the device: times mean nothing.")
+    ] = False,
+    accelerator: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    devices: Annotated[int, typer.Option(min=1, help="How many devices share each batch.")] = 1,
+    precision: Annotated[
+        str, typer.Option(help="bf16-mixed or 32-true; auto: the first on CUDA, else the second.")
+    ] = "auto",
+    compiled: Annotated[bool, typer.Option("--compile", help="Run the model by torch.compile.")] = False,
+    steps: Annotated[int | None, Optional] = None,
+    batch_size: Annotated[int | None, Optional] = None,
+    learning_rate: Annotated[float | None, Optional] = None,
+    warmup: Annotated[int | None, Optional] = None,
+    evaluate_every: Annotated[int | None, Optional] = None,
+    dropout: Annotated[float | None, Optional] = None,
+    keep_zeros: Annotated[
+        bool,
+        typer.Option(
+            "--keep-zeros",
+            help="Let all real positions take part; the paper leaves out every token 0, black pixels too.",
+            rich_help_panel="Protocol",
+        ),
+    ] = False,
+) -> None:
+    """Train the paper's two-layer model on a task and test it.
+
+    Weights, optimizer and random state are saved every minute and at the end; a run that was killed continues
+    with --resume. Loss and accuracies go to log.jsonl and, where installed, TensorBoard; the result, with all
+    that is needed to repeat it, to result.json. Exit code 3: a loss was NaN or infinite; 143: stopped by
+    SIGTERM after saving.
+    """
+    from schoenbat.training.protocol import Protocol
+    from schoenbat.training.run import RunOptions
+
+    with explained():
+        protocol = Protocol.paper(
+            task,
+            hide_zeros=not keep_zeros,
+            **given(
+                steps=steps,
+                batch_size=batch_size,
+                learning_rate=learning_rate,
+                warmup=warmup,
+                evaluate_every=evaluate_every,
+                dropout=dropout,
+            ),
+        )
+        options = RunOptions(
+            task=task,
+            attention=attention,
+            protocol=protocol,
+            seed=seed,
+            accelerator=accelerator,
+            devices=devices,
+            precision=precision,
+            compiled=compiled,
+            timing=timing,
+            alone=not shared_device,
+        )
+        directory = run_directory(out, task, attention, seed, timing=timing)
+        if (directory / RESULT).exists() and resume:
+            console.print(f"{directory / RESULT} exists: this run is complete")
+            return
+        _train(options, data, directory, resume=resume)
+
+
+def _train(options: "RunOptions", data: Path, directory: Path, *, resume: bool) -> None:
+    from schoenbat.data import load
+    from schoenbat.report.results import write_results
+    from schoenbat.training import run
+    from schoenbat.training.failure import NonFiniteError
+    from schoenbat.training.interruption import Interrupted
+
+    if (directory / CHECKPOINT).exists() and not resume and not options.timing:
+        raise ValueError(
+            f"{directory} holds a run that was begun before; continue it with --resume, choose another "
+            "--out, or delete that directory"
+        )
+    task = load(options.task, data, hide_zeros=options.protocol.hide_zeros)
+    with _bar(options) as (bar, on_progress):
+        try:
+            record = run.train(task, options, directory, resume=resume, on_progress=on_progress)
+        except NonFiniteError as error:
+            bar.stop()
+            typer.echo(f"{options.task}, {options.attention}, seed {options.seed}: {error}", err=True)
+            raise typer.Exit(EXIT_NOT_FINITE) from None
+        except Interrupted as stopped:
+            bar.stop()
+            typer.echo(f"{stopped}; continue with --resume", err=True)
+            raise typer.Exit(EXIT_INTERRUPTED) from None
+    if record is not None:
+        write_results(directory / RESULT, "lra-train", options, [record], device=_device(options))
+        _print(record, directory)
+
+
+def _device(options: "RunOptions") -> str:
+    import torch
+
+    return "cuda" if options.accelerator != "cpu" and torch.cuda.is_available() else "cpu"
+
+
+@contextmanager
+def _bar(options: "RunOptions") -> "Iterator[tuple[Progress, OnProgress]]":
+    """A progress bar with the last loss, accuracies and speed."""
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[status]}"),
+        TimeRemainingColumn(),
+        console=console,
+    )
+    total = WARM_STEPS + TIMED_STEPS if options.timing else options.protocol.steps
+    task = bar.add_task(f"{options.task}, {options.attention}", total=total, status="")
+    shown: dict[str, str] = {}
+
+    def on_progress(progress: "TrainingProgress") -> None:
+        shown.update(_parts(progress))
+        bar.update(task, completed=progress.step, status="  ".join(shown.values()))
+
+    with bar:
+        yield bar, on_progress
+
+
+def _parts(progress: "TrainingProgress") -> dict[str, str]:
+    shown = {
+        "loss": progress.loss is not None and f"loss {progress.loss:.3f}",
+        "accuracy": progress.accuracy is not None and f"train {progress.accuracy:.1%}",
+        "validation": progress.validation is not None and f"validation {progress.validation:.1%}",
+        "speed": progress.steps_per_second is not None and f"{progress.steps_per_second:.1f} steps/s",
+    }
+    return {name: text for name, text in shown.items() if text}
+
+
+def _print(record: "RunRecord", directory: Path) -> None:
+    if record.best is not None and record.last is not None:
+        console.print(
+            f"test accuracy {record.best.test:.2%} (best validation, step {record.best.step:,}), "
+            f"{record.last.test:.2%} (last step); always the most frequent label: {record.majority:.2%}",
+            highlight=False,
+        )
+    memory = "" if record.peak_memory is None else f", {record.peak_memory / 2**20:,.0f} MiB at the peak"
+    console.print(
+        f"{record.step_seconds * 1e3:.2f} ms a step over {record.timed_steps:,} steps{memory}, "
+        f"{record.parameters:,} parameters",
+        highlight=False,
+    )
+    print_files([directory / RESULT])

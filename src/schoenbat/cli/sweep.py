@@ -1,0 +1,179 @@
+"""The commands over many training runs: sweep, table."""
+
+import signal
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.progress import Progress, TaskID
+
+from schoenbat.cli.terminal import console, explained, print_files, progress_bar, split_names
+
+if TYPE_CHECKING:
+    from schoenbat.training.sweep import Cell, Event, SweepOptions
+
+app = typer.Typer()
+
+
+@app.command(
+    epilog="Example: schoenbat lra sweep --tasks text,listops --attentions softmax,rfa "
+    "--attentions schoenbat:kernel=inv,causal=true --seeds 3 --jobs 4 --budget 9m\n\n"
+    "Example: schoenbat lra sweep --attentions all --attentions softmax:naive=true --timing"
+)
+def sweep(
+    attentions: Annotated[
+        list[str],
+        typer.Option(
+            help="'all', or names separated by commas, with options as in 'schoenbat:kernel=inv,post=false'. "
+            "May be repeated."
+        ),
+    ],
+    tasks: Annotated[
+        str, typer.Option(help="Tasks, separated by commas.")
+    ] = "text,listops,retrieval,pathfinder,image",
+    seeds: Annotated[int, typer.Option(help="Train with seeds 0 to SEEDS - 1.")] = 1,
+    jobs: Annotated[int, typer.Option(help="Runs at once. Times of runs at once are not compared.")] = 1,
+    budget: Annotated[
+        str | None,
+        typer.Option(help="End everything within this time: 540, 9m, 1h30m. Runs keep what they reached."),
+    ] = None,
+    timing: Annotated[
+        bool, typer.Option("--timing", help="Time 200 steps of each task and attention, one after the other.")
+    ] = False,
+    data: Annotated[Path, typer.Option(help="Directory of the tasks' data.")] = Path("data"),
+    out: Annotated[Path, typer.Option(help="Directory of the runs.")] = Path("runs"),
+    train_option: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="KEY=VALUE for --KEY VALUE of 'schoenbat lra train', or KEY for a flag. May be repeated."
+        ),
+    ] = None,
+) -> None:
+    """Train what is missing of tasks × attentions × seeds; the same command again goes on where it ended.
+
+    The exit code is 1 if a run failed, and 0 if all are done or the budget is spent.
+    """
+    from schoenbat.experiments.comparison import parse_attentions
+    from schoenbat.training.sweep import SweepOptions, parse_duration, parse_train_option
+
+    with explained():
+        options = SweepOptions(
+            tasks=split_names(tasks) or (),
+            attentions=parse_attentions(attentions),
+            seeds=seeds,
+            jobs=jobs,
+            timing=timing,
+            data=data,
+            out=out,
+            train_options=tuple(parse_train_option(text) for text in train_option or []),
+            **({"budget": parse_duration(budget)} if budget else {}),
+        )
+    if not _show(options):
+        raise typer.Exit(1)
+
+
+@app.command(epilog="Example: schoenbat lra table --runs runs --out results")
+def table(
+    runs: Annotated[Path, typer.Option(help="Directory of the runs.")] = Path("runs"),
+    out: Annotated[Path, typer.Option(help="Directory for lra.md and lra.json.")] = Path("out"),
+) -> None:
+    """Accuracy, time and memory of all runs by task and attention, beside the paper's figures."""
+    from schoenbat.files import write_atomically
+    from schoenbat.report import lra
+    from schoenbat.report.results import write_results
+
+    with explained():
+        collected = lra.collect(runs)
+    console.print(lra.accuracy_table(collected))
+    console.print(lra.cost_table(collected))
+    for note in collected.notes:
+        console.print(f"• {escape(note)}", highlight=False)
+    files = [out / "lra.md", out / "lra.json"]
+    write_atomically(files[0], lra.markdown(collected))
+    options = {"runs": str(runs), "timed_on": collected.timed_on, "notes": collected.notes}
+    write_results(files[1], "lra-table", options, [*collected.rows, *collected.averages])
+    print_files(files)
+
+
+def _show(options: "SweepOptions") -> bool:
+    """Run a sweep under the eyes of the user; whether nothing failed."""
+    from schoenbat.training import sweep as training
+
+    counts = dict.fromkeys((training.Finished, training.Failed, training.Skipped), 0)
+    with progress_bar() as progress, _termination_as_interruption():
+        view = _View(progress, options)
+        with closing(training.run(options)) as events:
+            for event in events:
+                view.show(event)
+                if type(event) in counts:
+                    counts[type(event)] += 1
+    finished, failed, skipped = counts.values()
+    console.print(
+        f"cells: {finished} finished, {failed} failed, {skipped} skipped, of {len(options.cells)}",
+        highlight=False,
+    )
+    return failed == 0
+
+
+class _View:
+    """One bar for all cells and one for each that runs; what ends is a line above them."""
+
+    def __init__(self, progress: Progress, options: "SweepOptions") -> None:
+        self.progress, self.options = progress, options
+        self.all = progress.add_task("all cells", total=len(options.cells))
+        self.bars: dict[Cell, TaskID] = {}
+
+    def show(self, event: "Event") -> None:
+        from schoenbat.training.sweep import DONE, Failed, Finished, OutOfBudget, Progressed, Skipped, Started
+
+        match event:
+            case Started(cell, resumed):
+                total = None if cell.timing else self.options.steps(cell.task)
+                self.bars[cell] = self.progress.add_task(escape(str(cell)), total=total)
+                self._say(f"{'continued' if resumed else 'started'}: {cell}")
+            case Progressed(cell, step, loss, _, validation):
+                known = {"loss": loss, "validation": validation}
+                words = [f"{name} {value:.3f}" for name, value in known.items() if value is not None]
+                description = escape(" ".join([str(cell), *words]))
+                self.progress.update(self.bars[cell], completed=step or 0, description=description)
+            case Finished(cell, seconds):
+                self._end(cell, f"finished: {cell} in {seconds:.0f} s")
+            case Failed(cell, message, path):
+                self._end(cell, f"failed: {cell}: {message} (more in {path})")
+            case Skipped(cell, reason):
+                self._end(cell, None if reason == DONE else f"skipped: {cell}: {reason}")
+            case OutOfBudget(stopped, waiting):
+                self._say(
+                    f"out of budget: {len(stopped)} stopped, {len(waiting)} not begun; "
+                    "the same command goes on where this one ended"
+                )
+        self.progress.refresh()
+
+    def _end(self, cell: "Cell", line: str | None) -> None:
+        if cell in self.bars:
+            self.progress.remove_task(self.bars.pop(cell))
+        self.progress.advance(self.all)
+        if line:
+            self._say(line)
+
+    def _say(self, line: str) -> None:
+        console.print(escape(line), highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def _termination_as_interruption() -> Iterator[None]:
+    """Inside, a request to end (SIGTERM, a closed terminal) is what Ctrl-C is: runs save and end first."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    signals = signal.SIGTERM, signal.SIGHUP
+    before = [signal.signal(number, interrupt) for number in signals]
+    try:
+        yield
+    finally:
+        for number, handler in zip(signals, before, strict=True):
+            signal.signal(number, handler)

@@ -1,0 +1,158 @@
+"""Files from the web: what was interrupted goes on where it stopped, what is damaged is not kept."""
+
+import http.client
+import json
+import os
+import re
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from typing import IO, Any
+from urllib.parse import unquote, urlsplit
+
+from schoenbat.data.errors import DataError
+from schoenbat.data.progress import Step, silent
+from schoenbat.data.source import checksum
+
+# MD5 as published; the names are those of the files.
+CHECKSUMS = {
+    "aclImdb_v1.tar.gz": "7c2ac02c03563afcf9b574c7e56c153a",
+    "cifar-10-python.tar.gz": "c58f30108f718f92721af3b95e74349a",
+    "cifar-10-binary.tar.gz": "c32a1d4ab5d03f1284b67883e8d87530",
+}
+CHUNK = 1 << 20
+TIMEOUT = 60.0
+
+
+def is_url(source: object) -> bool:
+    """Whether a source is to be downloaded.
+
+    >>> is_url("https://example.org/a.tar.gz"), is_url("folder/a.tar.gz")
+    (True, False)
+    """
+    return isinstance(source, str) and source.startswith(("http://", "https://"))
+
+
+def download(url: str, folder: Path, on_progress: Step = silent) -> Path:
+    """Fetch a file into ``folder``, unless it lies there already; check its length and published checksum.
+
+    While it is on its way it is called ``NAME.part``; ``NAME.json`` remembers where it comes from, and which
+    version of it (ETag, Last-Modified), without which an interrupted download starts over.
+    """
+    name = _file_name(url)
+    target, part, memory = folder / name, folder / f"{name}.part", folder / f"{name}.json"
+    if target.is_file() and _recall(memory).get("url") == url:
+        _verify(target, url, memory)
+        return target
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # What NAME.json says from here on is not true of a file from elsewhere.
+        target.unlink(missing_ok=True)
+        _fetch(url, part, memory, on_progress)
+    except urllib.error.HTTPError as error:
+        raise DataError(f"{url} was refused: {error.code} {error.reason}") from error
+    except (OSError, http.client.HTTPException) as error:
+        raise DataError(f"{url} could not be read ({error}); run it again to go on") from error
+    _verify(part, url, memory)
+    os.replace(part, target)
+    return target
+
+
+def _file_name(url: str) -> str:
+    name = PurePosixPath(unquote(urlsplit(url).path)).name
+    if not name:
+        raise DataError(f"{url} does not end with the name of a file")
+    return name
+
+
+def _fetch(url: str, part: Path, memory: Path, on_progress: Step) -> None:
+    """Complete ``part``."""
+    known = _recall(memory)
+    done = part.stat().st_size if part.is_file() and known.get("url") == url else 0
+    resumed = _resume(url, done, known) if done and _is_versioned(known) else None
+    response = resumed or _open(url)
+    with response:
+        if resumed is None:
+            done = 0
+            _remember(memory, url, response)
+        total = _total(response, done)
+        with part.open("ab" if resumed else "wb") as file:
+            done = _copy(response, file, done, total, on_progress)
+            os.fsync(file.fileno())
+    if total is not None and done != total:
+        raise DataError(
+            f"{url} broke off after {done:,} of {total:,} bytes; run it again to go on from there"
+        )
+
+
+def _resume(url: str, done: int, known: Mapping[str, Any]) -> Any:
+    """The rest of a file, or None if the server does not give it or has another version by now."""
+    try:
+        response = _open(url, {"Range": f"bytes={done}-"})
+    except urllib.error.HTTPError as error:
+        error.close()
+        if error.code == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
+            return None
+        raise
+    begins = re.match(r"bytes (\d+)-", response.headers.get("Content-Range", ""))
+    if (
+        response.status == http.HTTPStatus.PARTIAL_CONTENT
+        and begins
+        and int(begins[1]) == done
+        and _version(response) == {key: known.get(key) for key in ("etag", "modified")}
+    ):
+        return response
+    response.close()
+    return None
+
+
+def _open(url: str, headers: Mapping[str, str] | None = None) -> Any:
+    return urllib.request.urlopen(urllib.request.Request(url, headers=dict(headers or {})), timeout=TIMEOUT)
+
+
+def _total(response: Any, done: int) -> int | None:
+    length = response.headers.get("Content-Length")
+    return None if length is None else done + int(length)
+
+
+def _copy(response: Any, file: IO[bytes], done: int, total: int | None, on_progress: Step) -> int:
+    while chunk := response.read(CHUNK):
+        file.write(chunk)
+        done += len(chunk)
+        on_progress(done, total)
+    return done
+
+
+def _version(response: Any) -> dict[str, str | None]:
+    return {"etag": response.headers.get("ETag"), "modified": response.headers.get("Last-Modified")}
+
+
+def _is_versioned(known: Mapping[str, Any]) -> bool:
+    return bool(known.get("etag") or known.get("modified"))
+
+
+def _remember(memory: Path, url: str, response: Any) -> None:
+    memory.write_text(json.dumps({"url": url} | _version(response)) + "\n", encoding="utf-8")
+
+
+def _recall(memory: Path) -> dict[str, Any]:
+    try:
+        known = json.loads(memory.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}
+
+
+def _verify(path: Path, url: str, memory: Path) -> None:
+    expected = CHECKSUMS.get(_file_name(url))
+    if expected is None:
+        return
+    found = checksum(path, "md5")
+    if found != expected:
+        path.unlink()
+        memory.unlink(missing_ok=True)
+        raise DataError(
+            f"{url} has the MD5 checksum {found}, not the published {expected}; it was deleted. "
+            "Run it again, or take another source with --from"
+        )

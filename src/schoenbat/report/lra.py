@@ -1,0 +1,429 @@
+"""The Long Range Arena as a table: all runs under a directory, by task and attention, beside the paper."""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any, TypeVar
+
+from rich import box
+from rich.table import Table
+
+from schoenbat.registry import attention_names
+from schoenbat.report.paper import TASKS, printed
+from schoenbat.training.record import RESULT
+from schoenbat.training.sweep import RunResult, read_result
+
+NAIVE, SDPA = "softmax:naive=true", "softmax"
+"""The attentions that times are divided by."""
+CHANCE_TASK = "pathfinder"
+LEFT_CHANCE = 0.55
+"""Test accuracy above which a run has learnt to follow paths at all."""
+AVERAGES = {
+    "average": TASKS,
+    "average without retrieval": tuple(task for task in TASKS if task != "retrieval"),
+}
+NOT_MEASURED = "–"
+# What tells runs apart, or says where and not how they were trained.
+_NOT_SETTINGS = ("seed", "attention", "timing", "alone", "accelerator", "report_every", "checkpoint_seconds")
+
+Place = tuple[str, str]
+"""Task and attention."""
+Key = TypeVar("Key")
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Mean and sample deviation over seeds; the deviation of one seed is None.
+
+    >>> Spread.of([0.25, 0.75])
+    Spread(mean=0.5, deviation=0.3535533905932738)
+    """
+
+    mean: float
+    deviation: float | None
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread":
+        return cls(mean(values), stdev(values) if len(values) > 1 else None)
+
+
+@dataclass(frozen=True)
+class LraRow:
+    """What is known of an attention on a task, or on the average of several; None for what is not.
+
+    Accuracies are shares. Times and memory are those of training steps.
+    """
+
+    task: str
+    attention: str
+    seeds: int = 0
+    steps: int | None = None
+    accuracy: Spread | None = None
+    """On test, of the checkpoint with the best validation accuracy."""
+    last_accuracy: Spread | None = None
+    """On test, after the last step."""
+    left_chance: float | None = None
+    """For Pathfinder the share of seeds above `LEFT_CHANCE`."""
+    majority: float | None = None
+    parameters: int | None = None
+    step_seconds: float | None = None
+    time_over_naive: float | None = None
+    """Step time over that of softmax with its scores formed, as in the paper."""
+    time_over_sdpa: float | None = None
+    peak_memory: int | None = None
+    paper_accuracy: float | None = None
+    paper_time: float | None = None
+    paper_memory: float | None = None
+    """In MB."""
+
+
+@dataclass(frozen=True)
+class LraTable:
+    """Rows by task, then averages; and what was left out or cannot be compared, in sentences."""
+
+    rows: tuple[LraRow, ...]
+    averages: tuple[LraRow, ...]
+    notes: tuple[str, ...]
+    timed_on: str | None
+    """The device of all times."""
+
+
+def collect(directory: Path) -> LraTable:
+    """Read every result file under ``directory``."""
+    runs, notes = [], []
+    for path in sorted(directory.rglob(RESULT)):
+        try:
+            runs.append(read_result(path))
+        except ValueError as error:
+            notes.append(f"left out: {error}")
+    if not runs:
+        raise ValueError(
+            f"no results under {str(directory)!r}; train with: schoenbat lra sweep --out {directory}"
+        )
+    return tabulate(runs, notes)
+
+
+def tabulate(runs: Iterable[RunResult], notes: Iterable[str] = ()) -> LraTable:
+    """Rows of task and attention in the order of the paper and of the registry.
+
+    Runs are averaged only where all settings but the seed agree; of several such groups the one with the most
+    steps, then the most seeds, is shown. Times are those of runs that had the device to themselves.
+    """
+    ordered = sorted(runs, key=_place)
+    notes = [*notes]
+    timed = _choose_timed([run for run in ordered if run.timing], notes)
+    cells = _grouped(ordered, lambda run: (run.record.task, run.record.attention))
+    trained = {
+        place: _choose_trained([run for run in cell if not run.timing], notes)
+        for place, cell in cells.items()
+    }
+    rows = [_row(place, trained[place], timed) for place in cells if trained[place] or place in timed]
+    notes += _differences("trained", {place: chosen[0] for place, chosen in trained.items() if chosen})
+    notes += _differences("timed", timed)
+    device = next(iter(timed.values())).device if timed else None
+    return LraTable(tuple(rows), tuple(_averages(rows)), tuple(dict.fromkeys(notes)), device)
+
+
+def accuracy_table(table: LraTable) -> Table:
+    """Accuracies for a terminal of 100 columns."""
+    return _accuracies(table).as_rich()
+
+
+def cost_table(table: LraTable) -> Table:
+    """Time and memory for a terminal of 100 columns."""
+    return _costs(table).as_rich()
+
+
+def markdown(table: LraTable) -> str:
+    """Both tables and the notes as Markdown."""
+    parts = [_accuracies(table).as_markdown(), _costs(table).as_markdown()]
+    if table.notes:
+        parts.append("".join(f"- {note}\n" for note in table.notes))
+    return "\n".join(parts)
+
+
+def _place(run: RunResult) -> tuple[Any, ...]:
+    """By task, attention, seed; the latest last."""
+    record = run.record
+    tasks, names = list(TASKS), list(attention_names())
+    name = record.attention.partition(":")[0]
+    return (
+        tasks.index(record.task) if record.task in tasks else len(tasks),
+        record.task,
+        names.index(name) if name in names else len(names),
+        record.attention,
+        record.seed,
+        run.finished,
+    )
+
+
+def _grouped(runs: Iterable[RunResult], key: Callable[[RunResult], Key]) -> dict[Key, list[RunResult]]:
+    groups: dict[Key, list[RunResult]] = {}
+    for run in runs:
+        groups.setdefault(key(run), []).append(run)
+    return groups
+
+
+def _settings(run: RunResult) -> str:
+    """How a run was trained, as text that is equal for runs that may be averaged."""
+    settings = {name: value for name, value in run.settings.items() if name not in _NOT_SETTINGS}
+    settings |= {"steps": run.record.steps, "data": run.record.data}
+    if run.timing:
+        # How many steps there would have been changes nothing of a step.
+        del settings["steps"]
+    return json.dumps(settings, sort_keys=True, default=str)
+
+
+def _choose_trained(cell: list[RunResult], notes: list[str]) -> list[RunResult]:
+    """The runs of one task and attention that are shown: one of each seed."""
+    groups = _grouped(cell, _settings)
+    if not groups:
+        return []
+    # Of one seed, the run that finished last.
+    seeds = {settings: {run.record.seed: run for run in group} for settings, group in groups.items()}
+    shown = max(
+        groups, key=lambda settings: (groups[settings][0].record.steps, len(seeds[settings]), settings)
+    )
+    of = f"of {cell[0].record.task} {cell[0].record.attention}"
+    for settings, group in groups.items():
+        if settings != shown:
+            other, mine = json.loads(settings), json.loads(shown)
+            what = ", ".join(f"{name}={other.get(name)}" for name in _unequal([other, mine]))
+            notes.append(f"left out: {_count(len(group), 'run')} {of} with {what}")
+    repeated = len(groups[shown]) - len(seeds[shown])
+    if repeated:
+        notes.append(f"left out: {_count(repeated, 'earlier run')} {of} with the same seed")
+    return list(seeds[shown].values())
+
+
+def _choose_timed(timed: list[RunResult], notes: list[str]) -> dict[Place, RunResult]:
+    """The timing of every task and attention: undisturbed, all on one device, the latest."""
+    alone = [run for run in timed if run.record.alone]
+    if len(alone) < len(timed):
+        notes.append(f"left out: {_count(len(timed) - len(alone), 'timing')} on a device that was shared")
+    devices = _grouped(alone, lambda run: (run.device, run.record.devices))
+    if not devices:
+        return {}
+    shown = max(devices, key=lambda device: (len(devices[device]), device))
+    for (name, count), group in devices.items():
+        if (name, count) != shown:
+            notes.append(f"left out: {_count(len(group), 'timing')} on {count} × {name}")
+    return {(run.record.task, run.record.attention): run for run in devices[shown]}
+
+
+def _differences(how: str, runs: dict[Place, RunResult]) -> Iterator[str]:
+    """What makes the attentions of a task unlike to compare."""
+    for task in dict.fromkeys(task for task, _ in runs):
+        settings = {
+            attention: json.loads(_settings(run)) for (place, attention), run in runs.items() if place == task
+        }
+        for name in _unequal(list(settings.values())):
+            values = (f"{one.get(name)} for {attention}" for attention, one in settings.items())
+            yield f"{task}: the attentions were not {how} alike, {name} was {', '.join(values)}"
+
+
+def _unequal(settings: Sequence[dict[str, Any]]) -> list[str]:
+    names = dict.fromkeys(name for one in settings for name in one)
+    return [name for name in names if any(one.get(name) != settings[0].get(name) for one in settings)]
+
+
+def _row(place: Place, trained: list[RunResult], timed: dict[Place, RunResult]) -> LraRow:
+    task, attention = place
+    timing = timed.get(place)
+    measured = [run.record for run in ([timing] if timing else trained)]
+    best = [run.record.best.test for run in trained if run.record.best]
+    last = [run.record.last.test for run in trained if run.record.last]
+    accuracy = _printed("accuracy", place)
+    return LraRow(
+        task=task,
+        attention=attention,
+        seeds=len(trained),
+        steps=trained[0].record.steps if trained else None,
+        accuracy=Spread.of(best) if best else None,
+        last_accuracy=Spread.of(last) if last else None,
+        left_chance=mean(test > LEFT_CHANCE for test in best) if best and task == CHANCE_TASK else None,
+        majority=measured[0].majority,
+        parameters=measured[0].parameters,
+        step_seconds=timing.record.step_seconds if timing else None,
+        time_over_naive=_time_over(timing, timed.get((task, NAIVE))),
+        time_over_sdpa=_time_over(timing, timed.get((task, SDPA))),
+        peak_memory=max((one.peak_memory for one in measured if one.peak_memory is not None), default=None),
+        paper_accuracy=None if accuracy is None else round(accuracy / 100, 4),
+        paper_time=_printed("time", place),
+        paper_memory=_printed("memory", place),
+    )
+
+
+def _printed(quantity: str, place: Place) -> float | None:
+    task, attention = place
+    return printed(quantity, attention, task) if task in TASKS else None
+
+
+def _time_over(timing: RunResult | None, reference: RunResult | None) -> float | None:
+    """None too where the two were not run alike."""
+    if timing is None or reference is None or _settings(timing) != _settings(reference):
+        return None
+    return timing.record.step_seconds / reference.record.step_seconds
+
+
+def _averages(rows: Sequence[LraRow]) -> Iterator[LraRow]:
+    """The paper's are computed from its rows, for the four tasks too, of which it prints none."""
+    for name, tasks in AVERAGES.items():
+        for attention in dict.fromkeys(row.attention for row in rows):
+            chosen = [row for row in rows if row.attention == attention and row.task in tasks]
+            average = LraRow(
+                task=name,
+                attention=attention,
+                accuracy=_average_spread([row.accuracy for row in chosen], len(tasks)),
+                last_accuracy=_average_spread([row.last_accuracy for row in chosen], len(tasks)),
+                time_over_naive=_average([row.time_over_naive for row in chosen], len(tasks)),
+                time_over_sdpa=_average([row.time_over_sdpa for row in chosen], len(tasks)),
+                paper_accuracy=_average([row.paper_accuracy for row in chosen], len(tasks)),
+                paper_time=_average([row.paper_time for row in chosen], len(tasks)),
+            )
+            if average.accuracy or average.time_over_naive or average.time_over_sdpa:
+                yield average
+
+
+def _average(values: Sequence[float | None], count: int) -> float | None:
+    """None unless all ``count`` are there."""
+    known = [value for value in values if value is not None]
+    return mean(known) if len(known) == count else None
+
+
+def _average_spread(values: Sequence[Spread | None], count: int) -> Spread | None:
+    average = _average([value.mean if value else None for value in values], count)
+    return None if average is None else Spread(average, None)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """A table's words, for a terminal and for Markdown: the first two columns are task and attention."""
+
+    title: str
+    headings: tuple[str, ...]
+    sections: tuple[tuple[tuple[str, ...], ...], ...]
+    caption: str
+
+    def as_rich(self) -> Table:
+        table = Table(title=self.title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        table.caption, table.caption_justify = self.caption, "left"
+        table.add_column(self.headings[0], max_width=10)
+        table.add_column(self.headings[1], overflow="fold")
+        for heading in self.headings[2:]:
+            table.add_column(heading, justify="right", no_wrap=True)
+        for section in self.sections:
+            for index, (task, attention, *cells) in enumerate(section):
+                # A long name breaks between its options.
+                table.add_row("" if index else task, attention.replace(",", ", "), *cells)
+            table.add_section()
+        return table
+
+    def as_markdown(self) -> str:
+        headings = [heading.replace("\n", " ").strip() for heading in self.headings]
+        lines = [headings, ["---", "---", *["---:"] * (len(headings) - 2)]]
+        lines += [list(row) for section in self.sections for row in section]
+        rows = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+        return f"## {self.title}\n\n{rows}\n{self.caption}\n"
+
+
+def _accuracies(table: LraTable) -> _Grid:
+    headings = (
+        "task",
+        "attention",
+        "seeds",
+        "steps",
+        "test %",
+        "last step\n%",
+        "left\n50 %",
+        "paper\n%",
+        "−",
+    )
+    return _Grid(
+        "Long Range Arena: accuracy on test",
+        headings,
+        tuple(
+            (
+                *(_accuracy_cells(row) for row in rows if row.accuracy),
+                *_floor_cells(rows[0], len(headings)),
+            )
+            for rows in _sections(table)
+            if any(row.accuracy for row in rows)
+        ),
+        "test: of the checkpoint with the best validation accuracy; ±: sample deviation over seeds; "
+        f"left 50 %: share of seeds above {LEFT_CHANCE:.0%}; −: test minus paper",
+    )
+
+
+def _accuracy_cells(row: LraRow) -> tuple[str, ...]:
+    difference = None
+    if row.accuracy and row.paper_accuracy is not None:
+        difference = row.accuracy.mean - row.paper_accuracy
+    return (
+        row.task,
+        row.attention,
+        str(row.seeds or ""),
+        f"{row.steps:,}" if row.steps else "",
+        _percent(row.accuracy),
+        _percent(row.last_accuracy),
+        "" if row.left_chance is None else f"{row.left_chance:.0%}",
+        NOT_MEASURED if row.paper_accuracy is None else f"{100 * row.paper_accuracy:.2f}",
+        "" if difference is None else f"{100 * difference:+.2f}",
+    )
+
+
+def _floor_cells(row: LraRow, width: int) -> Iterator[tuple[str, ...]]:
+    """Always answering the most frequent label; averages have no such row."""
+    if row.majority is not None:
+        yield row.task, "(most frequent label)", "", "", f"{100 * row.majority:.2f}", *[""] * (width - 5)
+
+
+def _costs(table: LraTable) -> _Grid:
+    device = f"on {table.timed_on}" if table.timed_on else "not timed"
+    return _Grid(
+        f"Long Range Arena: a training step, {device}",
+        ("task", "attention", "ms", "over\nnaive", "paper", "over\nSDPA", "MiB", "paper\nMB", "parameters"),
+        tuple(tuple(_cost_cells(row) for row in rows if _has_cost(row)) for rows in _sections(table)),
+        f"over naive, over SDPA: time over that of {NAIVE} and of {SDPA}; paper: the paper's time over its "
+        "softmax and its memory; MiB: peak",
+    )
+
+
+def _has_cost(row: LraRow) -> bool:
+    return any(value is not None for value in (row.parameters, row.time_over_naive, row.time_over_sdpa))
+
+
+def _cost_cells(row: LraRow) -> tuple[str, ...]:
+    return (
+        row.task,
+        row.attention,
+        _number(row.step_seconds, ".2f", 1e3),
+        _number(row.time_over_naive, ".3f"),
+        _number(row.paper_time, ".3f"),
+        _number(row.time_over_sdpa, ".3f"),
+        _number(row.peak_memory, ",.0f", 2**-20),
+        _number(row.paper_memory, ",.0f"),
+        _number(row.parameters, ",.0f"),
+    )
+
+
+def _sections(table: LraTable) -> list[list[LraRow]]:
+    rows = (*table.rows, *table.averages)
+    return [[row for row in rows if row.task == task] for task in dict.fromkeys(row.task for row in rows)]
+
+
+def _percent(spread: Spread | None) -> str:
+    if spread is None:
+        return NOT_MEASURED
+    deviation = "" if spread.deviation is None else f" ± {100 * spread.deviation:.2f}"
+    return f"{100 * spread.mean:.2f}{deviation}"
+
+
+def _number(value: float | None, form: str, factor: float = 1.0) -> str:
+    return NOT_MEASURED if value is None else format(value * factor, form)

@@ -1,0 +1,166 @@
+"""One training step as a fixed sequence of kernels, so that a CUDA graph can hold all of it.
+
+Which batch and which learning rate come next stand in tensors; nothing is read back while steps run.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from lightning.fabric import Fabric
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from schoenbat.training.batches import DeviceSplit
+from schoenbat.training.failure import explain_failure
+
+# Steps that run one kernel at a time before a graph is captured: libraries set themselves up in them.
+EAGER_STEPS = 3
+
+
+class Tally(NamedTuple):
+    """Over all steps since the last report: the mean loss, and the share of right answers."""
+
+    loss: float
+    accuracy: float
+
+
+class TrainingStep:
+    """Gather a batch, run the model forwards and backwards, clip, and update the weights.
+
+    Args:
+        fabric: devices and precision.
+        model: set up by ``fabric``.
+        optimizer: set up by ``fabric``; fused AdamW, whose learning rate is a tensor.
+        split: the training examples.
+        order: the numbers of the examples of each step on this device, ``(steps, B)``.
+        rates: the learning rate of each step, ``(steps,)``.
+        clip_value: gradients are clipped to ± this.
+    """
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        split: DeviceSplit,
+        order: Tensor,
+        rates: Tensor,
+        clip_value: float,
+    ) -> None:
+        self.fabric, self.model, self.optimizer = fabric, model, optimizer
+        self.split, self.order, self.rates, self.clip_value = split, order, rates, clip_value
+        device = order.device
+        self.position = torch.zeros(1, dtype=torch.int64, device=device)
+        self.loss_sum = torch.zeros(1, dtype=torch.float64, device=device)
+        self.num_right = torch.zeros(1, dtype=torch.int64, device=device)
+        self.num_seen = torch.zeros(1, dtype=torch.int64, device=device)
+        # Once set, the optimizer leaves the weights alone, so that the failing step can be looked at.
+        self.failed = torch.zeros((), dtype=torch.float32, device=device)
+        self.failed_at = torch.zeros(1, dtype=torch.int64, device=device)
+        unwrapped: Any = getattr(optimizer, "optimizer", optimizer)
+        unwrapped.found_inf = self.failed
+        self.learning_rate = optimizer.param_groups[0]["lr"]
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._eager_steps = 0
+        self.captures = device.type == "cuda" and fabric.world_size == 1
+
+    @property
+    def counters(self) -> dict[str, Tensor]:
+        """What a checkpoint must hold of the step itself."""
+        return {
+            "position": self.position,
+            "loss_sum": self.loss_sum,
+            "num_right": self.num_right,
+            "num_seen": self.num_seen,
+        }
+
+    def run(self) -> None:
+        """Run the next step."""
+        if self._graph is not None:
+            self._graph.replay()
+        elif not self.captures:
+            self._step()
+        elif self._eager_steps < EAGER_STEPS:
+            self._run_aside()
+        else:
+            self._capture()
+            self.run()
+
+    def tally(self) -> Tally:
+        """What happened since the last call; waits for the device.
+
+        Raises:
+            NonFiniteError: if a loss or gradient was NaN or infinite.
+        """
+        self.raise_if_failed()
+        seen = max(1, self.num_seen.item())
+        tally = Tally(self.loss_sum.item() / seen, self.num_right.item() / seen)
+        for counter in (self.loss_sum, self.num_right, self.num_seen):
+            counter.zero_()
+        return tally
+
+    def raise_if_failed(self) -> None:
+        """Raise NonFiniteError if a loss or gradient was NaN or infinite; waits for the device."""
+        if self.failed.item():
+            position = int(self.failed_at.item())
+            batch = self.split.batch(self.order[position])
+            raise explain_failure(self.model, batch, position + 1, self.rates[position].item())
+
+    def restore(self, counters: dict[str, Tensor]) -> None:
+        """Continue from what `counters` was."""
+        for name, counter in self.counters.items():
+            counter.copy_(counters[name])
+
+    def _step(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        self.learning_rate.copy_(self.rates[self.position].squeeze())
+        batch = self.split.batch(self.order[self.position].squeeze(0))
+        logits = self.model(batch.tokens, batch.mask).float()
+        loss = F.cross_entropy(logits, batch.labels)
+        self.fabric.backward(loss)
+        self._check(loss.detach())
+        nn.utils.clip_grad_value_(self.model.parameters(), self.clip_value)
+        self.optimizer.step()
+        self.loss_sum += loss.detach() * len(batch.labels)
+        self.num_right += (logits.detach().argmax(-1) == batch.labels).sum()
+        self.num_seen += len(batch.labels)
+        self.position += 1
+
+    def _check(self, loss: Tensor) -> None:
+        """Note the first step that is not finite; all devices come to the same answer."""
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        healthy = loss.isfinite() & nn.utils.get_total_norm(gradients).isfinite()
+        bad = 1.0 - healthy.float()
+        if self.fabric.world_size > 1:
+            bad = self.fabric.all_reduce(bad, reduce_op="sum").clamp(max=1.0)  # type: ignore[union-attr]
+        first = (self.failed == 0) & (bad > 0)
+        self.failed_at.copy_(torch.where(first, self.position, self.failed_at))
+        self.failed.copy_(torch.maximum(self.failed, bad))
+
+    def _run_aside(self) -> None:
+        """A step on a stream of its own, as CUDA asks for before a capture."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._step()
+        torch.cuda.current_stream().wait_stream(stream)
+        self._eager_steps += 1
+
+    def _capture(self) -> None:
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        try:
+            with torch.cuda.graph(graph):
+                self._step()
+        except RuntimeError as error:
+            # Some attentions read a number back from the device; they run one kernel at a time.
+            self.captures = False
+            self.why_not_captured = str(error).splitlines()[0]
+            torch.cuda.synchronize()
+            return
+        self._graph = graph
+
+    @property
+    def captured(self) -> bool:
+        """Whether a CUDA graph runs the steps."""
+        return self._graph is not None

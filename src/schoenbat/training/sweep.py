@@ -1,0 +1,468 @@
+"""Many training runs as one: whatever is missing of tasks × attentions × seeds, within a time budget.
+
+Every cell is a process of its own that keeps its files in its own directory. A cell with a result is done and
+a cell with a checkpoint is continued, so a sweep may be ended at any moment, in any way, and started again.
+"""
+
+import fcntl
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from schoenbat.registry import build_attention
+from schoenbat.training.log import read_log
+from schoenbat.training.protocol import Protocol
+from schoenbat.training.record import CHECKPOINT, LOG, RESULT, Accuracy, RunRecord, run_directory
+
+EXPERIMENT = "lra-train"
+LOCK = ".lock"
+STDERR = "stderr.txt"
+GRACE = 20.0
+"""Seconds that a run has to save its checkpoint once it was asked to end."""
+DONE = "it is done"
+LOCKED = "another sweep is running it"
+# What a sweep says itself to `lra train`.
+_OWN_OPTIONS = ("task", "attention", "seed", "data", "out", "resume", "timing", "shared-device")
+# Options of `lra train` without a value, and what its results call them.
+_FLAGS = {"compile": ("compiled", "true"), "keep-zeros": ("hide_zeros", "false")}
+_POLL = 0.05
+_REPORT = 1.0
+_STDERR_LINES = 40
+_TAIL_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One training run of a sweep.
+
+    >>> str(Cell("text", "softmax", 2))
+    'text softmax seed 2'
+    """
+
+    task: str
+    attention: str
+    seed: int
+    timing: bool = False
+
+    def directory(self, out: Path) -> Path:
+        return run_directory(out, self.task, self.attention, self.seed, timing=self.timing)
+
+    def __str__(self) -> str:
+        return f"{self.task} {self.attention} {'timing' if self.timing else f'seed {self.seed}'}"
+
+
+@dataclass(frozen=True)
+class SweepOptions:
+    """What a sweep trains and how.
+
+    >>> SweepOptions(("text",), ("softmax",), seeds=0)
+    Traceback (most recent call last):
+    ...
+    ValueError: a sweep needs at least 1 seed, got 0
+    """
+
+    tasks: tuple[str, ...]
+    attentions: tuple[str, ...]
+    seeds: int = 1
+    """Seeds 0 to ``seeds - 1``."""
+    jobs: int = 1
+    """How many runs at once; of runs that are timed, always one."""
+    budget: float = math.inf
+    """Seconds after which everything has ended, `GRACE` included."""
+    timing: bool = False
+    """Time every task and attention once instead of training."""
+    data: Path = Path("data")
+    out: Path = Path("runs")
+    train_options: tuple[tuple[str, str], ...] = ()
+    """Further options of ``lra train``, as names without dashes and values; flags have the value ``""``."""
+
+    def __post_init__(self) -> None:
+        for name, count in [("seed", self.seeds), ("job", self.jobs)]:
+            if count < 1:
+                raise ValueError(f"a sweep needs at least 1 {name}, got {count}")
+        for task in self.tasks:
+            self.steps(task)
+        for attention in self.attentions:
+            try:
+                build_attention(attention, head_dim=32, num_heads=2, max_length=64)
+            except TypeError as error:
+                raise ValueError(f"attention {attention!r}: {error}") from error
+        for name, _ in self.train_options:
+            if name in _OWN_OPTIONS:
+                raise ValueError(f"train option {name!r} is the sweep's own to set; leave it out")
+
+    @property
+    def parallel(self) -> int:
+        """How many runs at once: a run that is timed has the machine to itself."""
+        return 1 if self.timing else self.jobs
+
+    def steps(self, task: str) -> int:
+        """How many steps a run of ``task`` is trained: those that were given, else the published ones."""
+        given = dict(self.train_options).get("steps")
+        if given is None:
+            return Protocol.paper(task).steps
+        if not given.isdecimal():
+            raise ValueError(f"train option steps is a whole number, got {given!r}")
+        return Protocol.paper(task, steps=int(given)).steps
+
+    @property
+    def cells(self) -> list[Cell]:
+        """Seed by seed, so that a whole first seed comes before a second one.
+
+        >>> [str(cell) for cell in SweepOptions(("text", "image"), ("softmax",), seeds=2).cells]
+        ['text softmax seed 0', 'image softmax seed 0', 'text softmax seed 1', 'image softmax seed 1']
+        """
+        return [
+            Cell(task, attention, seed, self.timing)
+            for seed in range(1 if self.timing else self.seeds)
+            for task in self.tasks
+            for attention in self.attentions
+        ]
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """A run's result file."""
+
+    record: RunRecord
+    options: Mapping[str, Any]
+    device: str
+    finished: str
+
+    @property
+    def timing(self) -> bool:
+        """Whether the run was only timed."""
+        return self.record.best is None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The options by name, those that are grouped under a name of their own too."""
+        return _flattened(self.options)
+
+
+@dataclass(frozen=True)
+class Started:
+    cell: Cell
+    resumed: bool
+
+
+@dataclass(frozen=True)
+class Progressed:
+    """Comes every second for each running cell; None for what its log does not tell yet."""
+
+    cell: Cell
+    step: int | None = None
+    loss: float | None = None
+    accuracy: float | None = None
+    """On the training data."""
+    validation: float | None = None
+
+
+@dataclass(frozen=True)
+class Finished:
+    cell: Cell
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Failed:
+    cell: Cell
+    message: str
+    """What it ended with, and the last line of its stderr."""
+    path: Path
+    """The file that tells more."""
+
+
+@dataclass(frozen=True)
+class Skipped:
+    cell: Cell
+    reason: str
+
+
+@dataclass(frozen=True)
+class OutOfBudget:
+    stopped: tuple[Cell, ...]
+    """Begun; what they had reached is in their checkpoints."""
+    waiting: tuple[Cell, ...]
+    """Not begun in this sweep."""
+
+
+Command = Callable[[Cell], list[str]]
+Event = Started | Progressed | Finished | Failed | Skipped | OutOfBudget
+
+
+def parse_duration(text: str) -> float:
+    """Seconds of ``"90"``, ``"90s"``, ``"9m"`` or ``"1h30m"``.
+
+    >>> parse_duration("1h30m"), parse_duration("9m"), parse_duration("0.5")
+    (5400.0, 540.0, 0.5)
+    """
+    number = r"(\d+(?:\.\d+)?)"
+    parts = re.fullmatch(rf"(?:{number}h)?(?:{number}m)?(?:{number}s?)?", text.strip())
+    hours, minutes, seconds = (float(part or 0) for part in parts.groups()) if parts else (0.0, 0.0, 0.0)
+    duration = 3600 * hours + 60 * minutes + seconds
+    if duration <= 0:
+        raise ValueError(f"{text!r} is not a duration; write seconds as 90 or 90s, or 9m, 1h30m, 2h")
+    return duration
+
+
+def parse_train_option(text: str) -> tuple[str, str]:
+    """Name and value of an option that is handed on to ``lra train``; a flag has no value.
+
+    >>> parse_train_option("batch-size=16"), parse_train_option("keep-zeros")
+    (('batch-size', '16'), ('keep-zeros', ''))
+    """
+    name, _, value = (part.strip() for part in text.partition("="))
+    name = name.removeprefix("--").replace("_", "-")
+    if not name or bool(value) == (name in _FLAGS):
+        flags = " or ".join(_FLAGS)
+        raise ValueError(
+            f"train option {text!r} is neither a name with a value, as in steps=1000, nor {flags}"
+        )
+    return name, value
+
+
+def train_command(cell: Cell, options: SweepOptions) -> list[str]:
+    """The command that trains one cell.
+
+    >>> options = SweepOptions(("text",), ("softmax",), jobs=2, train_options=(("steps", "10"),))
+    >>> " ".join(train_command(options.cells[0], options)[5:])
+    '--task text --attention softmax --seed 0 --data data --out runs --resume --shared-device --steps 10'
+    """
+    command = [sys.executable, "-m", "schoenbat.cli", "lra", "train"]
+    named = {"task": cell.task, "attention": cell.attention, "seed": cell.seed}
+    for name, value in {**named, "data": options.data, "out": options.out}.items():
+        command += [f"--{name}", str(value)]
+    # A run that is only timed keeps no checkpoint.
+    command.append("--timing" if cell.timing else "--resume")
+    if options.parallel > 1:
+        command.append("--shared-device")
+    for name, value in options.train_options:
+        command += [f"--{name}"] if name in _FLAGS else [f"--{name}", value]
+    return command
+
+
+def read_result(path: Path) -> RunResult:
+    """The run that left the result file ``path``; ValueError where it is no such file or is damaged."""
+    try:
+        results = json.loads(path.read_text(encoding="utf-8"))
+        if results["experiment"] != EXPERIMENT:
+            raise ValueError(f"its experiment is {results['experiment']!r}, not {EXPERIMENT!r}")
+        (row,) = results["rows"]
+        accuracies = {name: Accuracy(**row[name]) if row[name] else None for name in ("best", "last")}
+        record = RunRecord(**{**row, **accuracies})
+        return RunResult(record, dict(results["options"]), results["machine"]["device"], results["finished"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not the result of a run: {error!r}") from error
+
+
+def is_done(cell: Cell, options: SweepOptions) -> bool:
+    """Whether the cell has a readable result that was trained with what the sweep asks for."""
+    try:
+        return _disagreement(read_result(cell.directory(options.out) / RESULT), cell, options) is None
+    except ValueError:
+        return False
+
+
+def read_progress(cell: Cell, out: Path) -> Progressed:
+    """How far a run has come by its log, of which the last line may be half written."""
+    latest: dict[str, Any] = {}
+    for line in read_log(cell.directory(out) / LOG):
+        latest |= line
+    return Progressed(cell, *(latest.get(name) for name in ("step", "loss", "accuracy", "validation")))
+
+
+def run(options: SweepOptions, command: Command | None = None) -> Generator[Event, None, None]:
+    """Run the cells that are not done, those first that were begun, and tell what happens.
+
+    A cell that fails stops no other and is not tried again. However the iteration ends (at the end of the
+    budget, closed, or by an exception such as Ctrl-C), the running cells are asked to end, and ended by force
+    after `GRACE` seconds. ``command`` gives a cell's command line in place of `train_command`.
+    """
+    budget = options.budget
+    deadline = time.monotonic() + budget
+    stop_at = deadline - min(GRACE, budget / 4)
+    done = [cell for cell in options.cells if is_done(cell, options)]
+    yield from (Skipped(cell, DONE) for cell in done)
+    waiting = deque(_begun_first((cell for cell in options.cells if cell not in done), options.out))
+    running: list[_Process] = []
+    next_report = 0.0
+    try:
+        while (waiting or running) and time.monotonic() < stop_at:
+            while waiting and len(running) < options.parallel:
+                started = _start(waiting.popleft(), options, command)
+                if isinstance(started, _Process):
+                    running.append(started)
+                    yield Started(started.cell, started.resumed)
+                else:
+                    yield started
+            for process in [process for process in running if process.has_ended()]:
+                running.remove(process)
+                yield process.outcome(options)
+            if time.monotonic() >= next_report:
+                next_report = time.monotonic() + _REPORT
+                yield from [read_progress(process.cell, options.out) for process in running]
+            time.sleep(_POLL)
+        if waiting or running:
+            yield from _out_of_budget(running, waiting, options, deadline)
+    finally:
+        _stop(running, min(deadline, time.monotonic() + GRACE))
+
+
+@dataclass(eq=False)
+class _Process:
+    """A running cell; the lock is held as long as this or the process itself is there."""
+
+    cell: Cell
+    handle: subprocess.Popen[bytes]
+    lock: IO[bytes]
+    stderr: Path
+    began: float
+    resumed: bool
+
+    def has_ended(self) -> bool:
+        return self.handle.poll() is not None
+
+    def outcome(self, options: SweepOptions) -> Finished | Failed:
+        code = self.handle.returncode
+        lines = _tail(self.stderr)[-_STDERR_LINES:]
+        self.stderr.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        self.lock.close()
+        if code == 0 and is_done(self.cell, options):
+            return Finished(self.cell, time.monotonic() - self.began)
+        ending = f"exit code {code}" if code else "no result that agrees with its options"
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "nothing on stderr")
+        return Failed(self.cell, f"{ending}: {last}", self.stderr)
+
+
+def _start(cell: Cell, options: SweepOptions, command: Command | None) -> "_Process | Skipped | Failed":
+    directory = cell.directory(options.out)
+    directory.mkdir(parents=True, exist_ok=True)
+    lock = (directory / LOCK).open("wb")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        return Skipped(cell, LOCKED)
+    obstacle = _clear_result(cell, options)
+    if obstacle:
+        lock.close()
+        return obstacle
+    resumed = (directory / CHECKPOINT).exists()
+    stderr = directory / STDERR
+    with stderr.open("wb") as file:
+        handle = subprocess.Popen(
+            command(cell) if command else train_command(cell, options),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=file,
+            # Ctrl-C in the terminal is the sweep's to handle, which then asks the runs to end.
+            start_new_session=True,
+            # Where a sweep is killed and its runs live on, they keep their locks.
+            pass_fds=(lock.fileno(),),
+        )
+    return _Process(cell, handle, lock, stderr, time.monotonic(), resumed)
+
+
+def _clear_result(cell: Cell, options: SweepOptions) -> Skipped | Failed | None:
+    """Remove a damaged result, which would be taken for that of a complete run; keep every other."""
+    path = cell.directory(options.out) / RESULT
+    if not path.exists():
+        return None
+    try:
+        other = _disagreement(read_result(path), cell, options)
+    except ValueError:
+        path.unlink()
+        return None
+    if other is None:
+        # Another sweep has ended it since this one looked.
+        return Skipped(cell, DONE)
+    return Failed(cell, f"its result has {other}; choose another --out, or delete {path.parent}", path)
+
+
+def _out_of_budget(
+    running: list[_Process], waiting: Iterable[Cell], options: SweepOptions, deadline: float
+) -> Iterator[Event]:
+    stopped = []
+    ended = _stop(running, deadline)
+    for process in ended:
+        code = process.handle.returncode
+        outcome = process.outcome(options)
+        if code in (-signal.SIGTERM, -signal.SIGKILL, 128 + signal.SIGTERM):
+            stopped.append(process.cell)
+        else:
+            yield outcome
+    yield OutOfBudget(tuple(stopped), tuple(waiting))
+
+
+def _stop(running: list[_Process], deadline: float) -> list[_Process]:
+    """Ask all to end, wait until ``deadline``, then end them by force; ``running`` is empty afterwards."""
+    for process in running:
+        process.handle.terminate()
+    try:
+        while time.monotonic() < deadline and not all(process.has_ended() for process in running):
+            time.sleep(_POLL)
+    finally:
+        for process in running:
+            if not process.has_ended():
+                # The whole group: a run may have workers.
+                os.killpg(process.handle.pid, signal.SIGKILL)
+                process.handle.wait()
+        ended, running[:] = list(running), []
+    return ended
+
+
+def _begun_first(cells: Iterable[Cell], out: Path) -> list[Cell]:
+    return sorted(cells, key=lambda cell: not (cell.directory(out) / CHECKPOINT).exists())
+
+
+def _disagreement(result: RunResult, cell: Cell, options: SweepOptions) -> str | None:
+    """How a result was trained otherwise than the sweep asks for, None where it was not."""
+    recorded = result.settings | asdict(result.record)
+    wanted = {"task": cell.task, "attention": cell.attention, "seed": str(cell.seed)}
+    for name, value in options.train_options:
+        known, value = _FLAGS.get(name, (name.replace("-", "_"), value))
+        wanted[known] = value
+    wanted["steps"] = str(options.steps(cell.task))
+    if cell.timing:
+        # A run that is timed does not take all its steps.
+        del wanted["steps"]
+    for name in wanted.keys() & recorded.keys():
+        if not _same_value(recorded[name], wanted[name]):
+            return f"{name} {recorded[name]}, not {wanted[name]}"
+    return None
+
+
+def _flattened(options: Mapping[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in options.items():
+        flat |= _flattened(value) if isinstance(value, Mapping) else {name: value}
+    return flat
+
+
+def _same_value(recorded: Any, text: str) -> bool:
+    """Whether an option that was written as ``text`` has the value ``recorded``."""
+    try:
+        return float(recorded) == float(text)
+    except (TypeError, ValueError):
+        return str(recorded).lower() == text.lower()
+
+
+def _tail(path: Path) -> list[str]:
+    """The last whole or half lines of a file; none where there is no file."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+            return file.read().decode("utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        return []

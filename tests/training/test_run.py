@@ -1,0 +1,243 @@
+"""The engine: it learns, records, stops at what is not finite, and continues to the same end."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from training.tiny import tiny_options, tiny_task
+
+from schoenbat.registry import attention_names
+from schoenbat.training import checkpoint
+from schoenbat.training.failure import NonFiniteError
+from schoenbat.training.interruption import Interrupted
+from schoenbat.training.log import read_log
+from schoenbat.training.record import CHECKPOINT, LOG
+from schoenbat.training.run import Run, train
+
+# Sums depend on how many threads share them: as many as in the tests themselves.
+ENVIRONMENT = {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+
+
+def weights(directory):
+    return checkpoint.load(directory / CHECKPOINT)["model"]
+
+
+def assert_same_end(first, second):
+    for name, tensor in weights(first).items():
+        assert tensor.equal(weights(second)[name]), name
+    assert read_log(first / LOG) == read_log(second / LOG)
+
+
+@pytest.mark.parametrize("paired", [False, True])
+def test_it_learns_and_records(tmp_path, paired):
+    reports = []
+    task = tiny_task(paired=paired)
+    options = tiny_options("softmax", steps=120)
+    record = train(task, options, tmp_path, on_progress=reports.append)
+    losses = [report.loss for report in reports if report.loss is not None]
+    assert losses[-1] < 0.1 < losses[0]
+    assert record.best.validation == max(r.validation for r in reports if r.validation is not None)
+    assert record.last.step == record.steps == options.protocol.steps
+    assert record.last.test > record.majority + 0.2
+    assert record.timed_steps == options.protocol.steps - 10
+    assert record.seconds > 0
+    assert record.data == task.fingerprint
+    assert [r.step for r in reports if r.loss is None and r.validation is None] == list(
+        range(1, record.steps + 1)
+    )
+    assert (tmp_path / "tensorboard").is_dir()
+
+
+@pytest.mark.parametrize("attention", attention_names())
+def test_every_attention_trains(tmp_path, attention):
+    record = train(tiny_task(), tiny_options(attention, steps=4, warmup=1, evaluate_every=4), tmp_path)
+    assert record.attention == attention
+    assert 0 <= record.last.test <= 1
+
+
+def test_the_best_checkpoint_decides(tmp_path, monkeypatch):
+    """Validation accuracies are made up: the best one that may be selected is the third."""
+    made_up = iter([0.9, 0.5, 0.7, 0.6])
+    evaluate = Run.evaluate
+    task = tiny_task()
+    seen, tested = {}, []
+
+    def fake(self, split, stop=None):
+        if split == "validation" and len(seen) < 4:
+            seen[self.step] = {name: x.clone() for name, x in self.module.state_dict().items()}
+            return next(made_up)
+        if split == "test":
+            tested.append({name: x.clone() for name, x in self.module.state_dict().items()})
+        return evaluate(self, split)
+
+    monkeypatch.setattr(Run, "evaluate", fake)
+    options = tiny_options(steps=40, evaluate_every=10, select_after=0.5)
+    record = train(task, options, tmp_path)
+    assert (record.best.step, record.best.validation) == (30, 0.7)
+    last, best = tested
+    assert all(x.equal(seen[30][name]) for name, x in best.items())
+    assert all(x.equal(seen[40][name]) for name, x in last.items())
+
+
+def test_the_same_seed_gives_the_same_run_and_another_does_not(tmp_path):
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        train(tiny_task(), tiny_options(steps=20, evaluate_every=10, seed=seed), tmp_path / name)
+    assert_same_end(tmp_path / "a", tmp_path / "b")
+    assert read_log(tmp_path / "a" / LOG) != read_log(tmp_path / "c" / LOG)
+
+
+@pytest.mark.parametrize("stop_at", [7, 20, 33])
+def test_a_run_stopped_at_any_step_ends_as_if_it_had_not_been(tmp_path, stop_at):
+    options = tiny_options(steps=40, evaluate_every=10)
+    whole = train(tiny_task(), options, tmp_path / "whole")
+
+    def stop(progress):
+        if progress.step == stop_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(Interrupted, match=f"after step {stop_at}"):
+        train(tiny_task(), options, tmp_path / "parts", on_progress=stop)
+    torch.manual_seed(99)  # whatever happens in between
+    resumed = train(tiny_task(), options, tmp_path / "parts", resume=True)
+    assert_same_end(tmp_path / "whole", tmp_path / "parts")
+    assert (resumed.best, resumed.last) == (whole.best, whole.last)
+
+
+def test_a_run_stopped_while_testing_tests_again(tmp_path, monkeypatch):
+    options = tiny_options("mean", steps=20)
+    evaluate = Run.evaluate
+
+    def stop_first(self, split, stop=None):
+        if split == "test":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return evaluate(self, split, stop)
+
+    monkeypatch.setattr(Run, "evaluate", stop_first)
+    with pytest.raises(Interrupted, match="while testing"):
+        train(tiny_task(), options, tmp_path)
+    monkeypatch.setattr(Run, "evaluate", evaluate)
+    assert train(tiny_task(), options, tmp_path, resume=True).last.step == 20
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from training.tiny import tiny_options, tiny_task
+from schoenbat.training.run import train
+options = tiny_options(steps=2000, evaluate_every=20, checkpoint_seconds=0.0)
+train(tiny_task(), options, Path(sys.argv[1]), resume=True)
+"""
+
+
+def test_kill_9_loses_nothing_but_time(tmp_path):
+    """Killed at a moment of its own choosing, the checkpoint it leaves continues to the undisturbed end."""
+    environment = os.environ | ENVIRONMENT
+    process = subprocess.Popen([sys.executable, "-c", SCRIPT, str(tmp_path / "parts")], env=environment)
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "parts" / CHECKPOINT).exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.3)
+    process.kill()
+    process.wait()
+    done = checkpoint.load(tmp_path / "parts" / CHECKPOINT)["step"]
+    assert 0 < done < 2000
+    options = tiny_options(steps=2000, evaluate_every=20)
+    # Both go on to the same step and stop there: a whole run of 2,000 steps would show no more.
+    goal = done + 25
+
+    def stop(progress):
+        if progress.step == goal:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    for name in ("parts", "whole"):
+        with pytest.raises(Interrupted):
+            train(tiny_task(), options, tmp_path / name, resume=True, on_progress=stop)
+    assert_same_end(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_a_checkpoint_of_other_options_or_data_is_refused(tmp_path):
+    train(tiny_task(), tiny_options(steps=20), tmp_path)
+    with pytest.raises(checkpoint.CheckpointError, match="seed: 0 there, 1 here"):
+        train(tiny_task(), tiny_options(steps=20, seed=1), tmp_path, resume=True)
+    with pytest.raises(checkpoint.CheckpointError, match="data: 'tiny 0 False' there, 'tiny 1 False' here"):
+        train(tiny_task(seed=1), tiny_options(steps=20), tmp_path, resume=True)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_what_is_not_finite_stops_the_run_and_is_named(tmp_path, monkeypatch, where):
+    build = Run._set_up
+
+    def break_later(self):
+        build(self)
+        calls = iter(range(1000))
+
+        def spoil(module, inputs, output):
+            return output * float("nan") if next(calls) >= 25 else output
+
+        def spoil_gradient(module, inputs, output):
+            if next(calls) >= 25:
+                output.register_hook(lambda gradient: gradient * float("nan"))
+
+        target = self.module.layers[1].output
+        target.register_forward_hook(spoil if where == "forward" else spoil_gradient)
+
+    monkeypatch.setattr(Run, "_set_up", break_later)
+    options = tiny_options("mean", steps=60, evaluate_every=60, report_every=5, checkpoint_seconds=0.0)
+    with pytest.raises(NonFiniteError) as caught:
+        train(tiny_task(), options, tmp_path)
+    assert caught.value.step == 26
+    assert caught.value.learning_rate == pytest.approx(options.protocol.learning_rate_at(25))
+    assert "layers.1." in caught.value.layer
+    assert where in caught.value.layer
+    kept = checkpoint.load(tmp_path / CHECKPOINT)
+    assert kept["step"] == 25
+    assert all(tensor.isfinite().all() for tensor in kept["model"].values())
+
+
+def test_timing_leaves_no_checkpoint(tmp_path):
+    record = train(tiny_task(), tiny_options("mean", steps=400, timing=True), tmp_path)
+    assert record.best is None
+    assert (record.steps, record.timed_steps) == (210, 200)
+    assert not (tmp_path / CHECKPOINT).exists()
+
+
+def test_a_batch_that_cannot_be_split_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("lightning.fabric.Fabric.world_size", 3)
+    with pytest.raises(ValueError, match="batch of 16 cannot be split over 3 devices"):
+        train(tiny_task(), tiny_options(), tmp_path)
+
+
+DEVICES = """
+import json, sys
+from pathlib import Path
+from dataclasses import asdict
+from training.tiny import tiny_options, tiny_task
+from schoenbat.training.run import train
+options = tiny_options("mean", steps=20, evaluate_every=10, devices=2, dropout=0.0)
+record = train(tiny_task(), options, Path(sys.argv[1]), resume=True)
+if record is not None:
+    print("RECORD", json.dumps(asdict(record)))
+"""
+
+
+@pytest.mark.slow
+def test_two_devices_train_as_one(tmp_path):
+    """Without dropout the batch is all that counts, not how it is split."""
+    script = tmp_path / "two.py"
+    script.write_text(DEVICES)
+    environment = os.environ | ENVIRONMENT
+    command = [sys.executable, str(script), str(tmp_path / "two")]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    lines = [line for line in result.stdout.splitlines() if line.startswith("RECORD")]
+    assert len(lines) == 1
+    assert json.loads(lines[0].removeprefix("RECORD "))["devices"] == 2
+    options = tiny_options("mean", steps=20, evaluate_every=10, dropout=0.0)
+    train(tiny_task(), options, tmp_path / "one")
+    for name, tensor in weights(tmp_path / "one").items():
+        torch.testing.assert_close(weights(tmp_path / "two")[name], tensor, rtol=1e-3, atol=1e-4)
