@@ -158,7 +158,7 @@ def test_what_is_no_duration_is_explained(text):
 
 @pytest.mark.parametrize("text", ["steps", "steps=", "=3", "", "compile=true"])
 def test_a_train_option_without_name_or_value_is_explained(text):
-    with pytest.raises(ValueError, match="as in steps=1000, nor compile or keep-zeros"):
+    with pytest.raises(ValueError, match="as in steps=1000, nor compile, no-compile or keep-zeros"):
         parse_train_option(text)
 
 

@@ -38,8 +38,8 @@ class BigBird(Baseline):
     stretches of the others, differ by head and are fixed by the seed.
 
     On CUDA, FlexAttention reads the blocks that a block sees in place, by a ``BlockMask``. Where it has no
-    fast path (other devices, float64, blocks that are no multiple of 64, widths that are no power of 2) the
-    blocks are gathered and given to ``F.scaled_dot_product_attention``.
+    fast path (other devices, float64, blocks that are no multiple of 64, widths that are no power of 2), or
+    where every block is seen, the blocks are gathered and given to ``F.scaled_dot_product_attention``.
 
     Zaheer, Guruganesh, Dubey, Ainslie, Alberti, Ontanon, Pham, Ravula, Wang, Yang, Ahmed: "Big Bird:
     Transformers for Longer Sequences", 2020.
@@ -98,7 +98,8 @@ class BigBird(Baseline):
         num_tokens, size = query.shape[-2], self.block_size
         padding = -num_tokens % size
         query, key, value = (F.pad(x, (0, 0, 0, padding)) for x in (query, key, value))
-        if has_fast_path(query, value) and size % _FLEX_TILE == 0:
+        is_sparse = query.shape[-2] // size > 4 + self.num_random
+        if is_sparse and has_fast_path(query, value) and size % _FLEX_TILE == 0:
             output = self._attend_in_place(query, key, value, length, is_causal, compiled_flex())
         else:
             output = self._attend_gathered(query, key, value, length, is_causal)

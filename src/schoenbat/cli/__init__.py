@@ -24,7 +24,9 @@ app.add_typer(lra.app, name="lra")
 
 def main() -> None:
     """Run the command line."""
-    missing = [name for name in ("matplotlib", "numpy") if importlib.util.find_spec(name) is None]
+    missing = [
+        name for name in ("lightning", "matplotlib", "numpy") if importlib.util.find_spec(name) is None
+    ]
     if missing:
         raise SystemExit(INSTALL.format(" and ".join(missing)))
     app()

@@ -1,5 +1,6 @@
 """The commands around the Long Range Arena: train, sweep, table."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,9 +48,12 @@ def train(
     accelerator: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     devices: Annotated[int, typer.Option(min=1, help="How many devices share each batch.")] = 1,
     precision: Annotated[
-        str, typer.Option(help="bf16-mixed or 32-true; auto: the first on CUDA, else the second.")
-    ] = "auto",
-    compiled: Annotated[bool, typer.Option("--compile", help="Run the model by torch.compile.")] = False,
+        str | None, typer.Option(help="Default: bf16-mixed on CUDA, 32-true elsewhere.")
+    ] = None,
+    compiled: Annotated[
+        bool | None,
+        typer.Option("--compile/--no-compile", help="By torch.compile. Default: on one CUDA device."),
+    ] = None,
     steps: Annotated[int | None, Optional] = None,
     batch_size: Annotated[int | None, Optional] = None,
     learning_rate: Annotated[float | None, Optional] = None,
@@ -88,6 +92,7 @@ def train(
                 dropout=dropout,
             ),
         )
+        on_cuda = _device(accelerator) == "cuda"
         options = RunOptions(
             task=task,
             attention=attention,
@@ -95,8 +100,8 @@ def train(
             seed=seed,
             accelerator=accelerator,
             devices=devices,
-            precision=precision,
-            compiled=compiled,
+            precision=precision or ("bf16-mixed" if on_cuda else "32-true"),
+            compiled=on_cuda and devices == 1 if compiled is None else compiled,
             timing=timing,
             alone=not shared_device,
         )
@@ -132,19 +137,20 @@ def _train(options: "RunOptions", data: Path, directory: Path, *, resume: bool) 
             typer.echo(f"{stopped}; continue with --resume", err=True)
             raise typer.Exit(EXIT_INTERRUPTED) from None
     if record is not None:
-        write_results(directory / RESULT, "lra-train", options, [record], device=_device(options))
+        write_results(directory / RESULT, "lra-train", options, [record], device=_device(options.accelerator))
         _print(record, directory)
 
 
-def _device(options: "RunOptions") -> str:
+def _device(accelerator: str) -> str:
     import torch
 
-    return "cuda" if options.accelerator != "cpu" and torch.cuda.is_available() else "cpu"
+    return "cuda" if accelerator in ("auto", "cuda", "gpu") and torch.cuda.is_available() else "cpu"
 
 
 @contextmanager
 def _bar(options: "RunOptions") -> "Iterator[tuple[Progress, OnProgress]]":
-    """A progress bar with the last loss, accuracies and speed."""
+    """A progress bar with the last loss, accuracies and speed, drawn by the first device's process."""
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=20),
@@ -152,6 +158,7 @@ def _bar(options: "RunOptions") -> "Iterator[tuple[Progress, OnProgress]]":
         TextColumn("{task.fields[status]}"),
         TimeRemainingColumn(),
         console=console,
+        disable=not is_first,
     )
     total = WARM_STEPS + TIMED_STEPS if options.timing else options.protocol.steps
     task = bar.add_task(f"{options.task}, {options.attention}", total=total, status="")
@@ -182,6 +189,8 @@ def _print(record: "RunRecord", directory: Path) -> None:
             f"{record.last.test:.2%} (last step); always the most frequent label: {record.majority:.2%}",
             highlight=False,
         )
+    if record.citations is not None:
+        console.print(f"knowing only how often a paper is cited: {record.citations:.2%}", highlight=False)
     memory = "" if record.peak_memory is None else f", {record.peak_memory / 2**20:,.0f} MiB at the peak"
     console.print(
         f"{record.step_seconds * 1e3:.2f} ms a step over {record.timed_steps:,} steps{memory}, "

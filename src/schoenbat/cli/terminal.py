@@ -64,5 +64,7 @@ def explained() -> Iterator[None]:
     """Show what was wrong with an option without a traceback."""
     try:
         yield
+    except typer.Exit:
+        raise
     except (ValueError, RuntimeError) as error:
         raise typer.BadParameter(str(error)) from error

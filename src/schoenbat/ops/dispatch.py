@@ -38,18 +38,13 @@ def choose(implementation: str, obstacle: str | None, query: Tensor) -> str:
         )
     if implementation != "auto":
         return implementation
-    # The kernels hold sums over a sequence in the rows' dtype, and those of float16 overflow where values are
-    # large: who wants that risk asks for it by name.
-    fused = query.is_cuda and obstacle is None and query.dtype != torch.float16
-    return "triton" if fused else "eager"
+    return "triton" if query.is_cuda and obstacle is None else "eager"
 
 
-def _obstacle(query: Tensor, value: Tensor, feature_map: FeatureMap, is_causal: bool) -> str | None:
+def _obstacle(query: Tensor, value: Tensor, feature_map: FeatureMap) -> str | None:
     """Why the fused kernels cannot run a call; None if they can."""
     if not (_HAS_TRITON and (query.is_cuda or _INTERPRETED)):
         return f"it needs the package triton and a CUDA device, the query is on {query.device}"
-    if is_causal:
-        return "it has no causal form yet"
     if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"it knows float16, bfloat16 and float32, the query is {query.dtype}"
     if max(query.shape[-1], value.shape[-1]) > 128:
@@ -75,10 +70,13 @@ def attend(
     implementation: str,
 ) -> Tensor:
     """Attention over the whole sequence; causal with n_q ≠ n_k aligns the last query with the last key."""
-    obstacle = _obstacle(query, value, feature_map, is_causal)
+    obstacle = _obstacle(query, value, feature_map)
+    if implementation == "auto" and is_causal:
+        # Right in float32, but in 16 bits gradients that nearly cancel carry the rounding of the output.
+        obstacle = "causal kernels run when asked for by name"
     chosen = choose(implementation, obstacle, query)
     if chosen == "triton":
-        return _attend_fused(query, key, value, mask, feature_map, query_scale)
+        return _attend_fused(query, key, value, mask, feature_map, query_scale, is_causal)
     if chosen == "reference":
         visible = _visible(query, key, mask, is_causal)
         q, k, v = (x.to(feature_map.weight.dtype) for x in (query, key, value))
@@ -130,8 +128,12 @@ def step(
     implementation: str,
 ) -> tuple[Tensor, Sums]:
     """Causal attention of n new tokens to those in the sums and to one another; the sums after them."""
+    obstacle = _obstacle(query, value, feature_map) or _step_obstacle(query, key, value, sums, query_scale)
+    chosen = choose(implementation, obstacle, query)
+    if chosen == "triton":
+        return _step_fused(query, key, value, mask, count, sums, feature_map, query_scale)
     shared = mask, count, *feature_map[:3], query_scale, feature_map.key_scale
-    if choose(implementation, "it has no decode step yet", query) == "reference":
+    if chosen == "reference":
         q, k, v = (x.to(feature_map.weight.dtype) for x in (query, key, value))
         out, after = reference.step(q, k, v, *shared, sums)
         return out.to(query.dtype), Sums(*after)
@@ -145,6 +147,7 @@ def _attend_fused(
     mask: Tensor | None,
     feature_map: FeatureMap,
     query_scale: Tensor,
+    is_causal: bool,
 ) -> Tensor:
     from schoenbat.ops.triton import launch, plan
     from schoenbat.ops.triton import library as fused
@@ -152,7 +155,39 @@ def _attend_fused(
     blocks, weight, coefficients = feature_map[:3]
     planned = plan.plan_for(blocks, weight, query.dtype, launch.padded(query.shape[-1]))
     small = coefficients, query_scale, planned.flags, feature_map.key_scale
-    return fused.attend(query, key, value, mask, planned.tensors, *small)[0]
+    run = fused.attend_causal if is_causal else fused.attend
+    return run(query, key, value, mask, planned.tensors, *small)[0]
+
+
+def _step_obstacle(query: Tensor, key: Tensor, value: Tensor, sums: Sums, query_scale: Tensor) -> str | None:
+    """What else keeps the fused kernels from a decoding step."""
+    if query.shape[-2] != 1:
+        return f"it decodes one token at a time, got {query.shape[-2]}"
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value, *sums, query_scale)):
+        return "its decoding step gives no gradients"
+    if sums.feature_value.dtype != torch.float32:
+        return f"it decodes with a float32 state, got {sums.feature_value.dtype}"
+    return None
+
+
+def _step_fused(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    count: Tensor,
+    sums: Sums,
+    feature_map: FeatureMap,
+    query_scale: Tensor,
+) -> tuple[Tensor, Sums]:
+    from schoenbat.ops.triton import launch, plan
+    from schoenbat.ops.triton import library as fused
+
+    blocks, weight, coefficients = feature_map[:3]
+    planned = plan.plan_for(blocks, weight, torch.float32, launch.padded(query.shape[-1]))
+    small = coefficients, query_scale, planned.flags, feature_map.key_scale
+    out, *after = fused.step(query, key, value, mask, count, list(sums), planned.tensors, *small)
+    return out, Sums(*after)
 
 
 def _attend_causal(

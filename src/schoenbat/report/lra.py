@@ -67,6 +67,7 @@ class LraRow:
     left_chance: float | None = None
     """For Pathfinder the share of seeds above `LEFT_CHANCE`."""
     majority: float | None = None
+    citations: float | None = None
     parameters: int | None = None
     step_seconds: float | None = None
     time_over_naive: float | None = None
@@ -245,6 +246,7 @@ def _row(place: Place, trained: list[RunResult], timed: dict[Place, RunResult]) 
         last_accuracy=Spread.of(last) if last else None,
         left_chance=mean(test > LEFT_CHANCE for test in best) if best and task == CHANCE_TASK else None,
         majority=measured[0].majority,
+        citations=measured[0].citations,
         parameters=measured[0].parameters,
         step_seconds=timing.record.step_seconds if timing else None,
         time_over_naive=_time_over(timing, timed.get((task, NAIVE))),
@@ -379,9 +381,10 @@ def _accuracy_cells(row: LraRow) -> tuple[str, ...]:
 
 
 def _floor_cells(row: LraRow, width: int) -> Iterator[tuple[str, ...]]:
-    """Always answering the most frequent label; averages have no such row."""
-    if row.majority is not None:
-        yield row.task, "(most frequent label)", "", "", f"{100 * row.majority:.2f}", *[""] * (width - 5)
+    """What is reached without reading; averages have no such row."""
+    for name, share in (("most frequent label", row.majority), ("citation count alone", row.citations)):
+        if share is not None:
+            yield row.task, f"({name})", "", "", f"{100 * share:.2f}", *[""] * (width - 5)
 
 
 def _costs(table: LraTable) -> _Grid:

@@ -51,6 +51,8 @@ class RunRecord:
     """The fingerprint of the data."""
     revision: str | None
     """The git revision of the code, with "+" where files were changed."""
+    citations: float | None = None
+    """In Retrieval, the accuracy on test of knowing only how often the second paper is cited."""
 
     @property
     def step_seconds(self) -> float:

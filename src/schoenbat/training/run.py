@@ -1,5 +1,6 @@
 """One training run: a task, an attention, a seed; from the first step to the record of its result."""
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -10,6 +11,7 @@ import torch
 from lightning.fabric import Fabric
 from torch import Tensor
 
+from schoenbat.data.retrieval import floors
 from schoenbat.data.task import Task
 from schoenbat.training import checkpoint
 from schoenbat.training.batches import DeviceSplit, batch_order
@@ -32,8 +34,8 @@ class RunOptions:
     seed: int = 0
     accelerator: str = "auto"
     devices: int = 1
-    precision: str = "auto"
-    """``"bf16-mixed"`` or ``"32-true"``; ``"auto"`` is the first on CUDA and the second elsewhere."""
+    precision: str = "32-true"
+    """Or ``"bf16-mixed"``: products in bfloat16, weights and attention's state in float32."""
     compiled: bool = False
     """Whether ``torch.compile`` runs the model."""
     timing: bool = False
@@ -88,11 +90,7 @@ def train(
         NonFiniteError: if a loss or gradient is NaN or infinite.
         Interrupted: after SIGTERM, once a checkpoint is saved.
     """
-    precision = options.precision
-    if precision == "auto":
-        on_cuda = options.accelerator in ("auto", "cuda", "gpu") and torch.cuda.is_available()
-        precision = "bf16-mixed" if on_cuda else "32-true"
-    fabric = Fabric(accelerator=options.accelerator, devices=options.devices, precision=precision)  # type: ignore[arg-type]
+    fabric = _fabric(options)
     fabric.launch()
     run = Run(fabric, task, options, directory, on_progress if fabric.is_global_zero else _quiet)
     if resume and not options.timing and run.checkpoint.exists():
@@ -107,7 +105,12 @@ class Run:
     """The state of a run in one process."""
 
     def __init__(
-        self, fabric: Fabric, task: Task, options: RunOptions, directory: Path, on_progress: OnProgress
+        self,
+        fabric: Fabric,
+        task: Task,
+        options: RunOptions,
+        directory: Path,
+        on_progress: OnProgress = _quiet,
     ) -> None:
         self.fabric, self.task, self.options, self.on_progress = fabric, task, options, on_progress
         self.protocol = options.protocol
@@ -175,7 +178,7 @@ class Run:
         self.model.train()
         while self.step < end:
             goal = self._next_stop(first, end)
-            self._advance(goal, timed=self.step >= first + WARM_STEPS)
+            self.advance(goal, timed=self.step >= first + WARM_STEPS)
             if not self.options.timing:
                 self._report_and_validate(end)
             if self._asked_to_stop():
@@ -193,7 +196,8 @@ class Run:
         warm = first + WARM_STEPS
         return min([*stops, warm] if self.step < warm else stops)
 
-    def _advance(self, goal: int, *, timed: bool) -> None:
+    def advance(self, goal: int, *, timed: bool) -> None:
+        """Train up to step ``goal``, or until asked to stop."""
         cuda = self.fabric.device.type == "cuda"
         if cuda:
             torch.cuda.reset_peak_memory_stats()
@@ -210,6 +214,7 @@ class Run:
             self.timed_steps += self.step - start
 
     def _report_and_validate(self, end: int) -> None:
+        self.training_step.raise_if_failed()
         if self.step % self.options.report_every == 0 or self.step == end:
             self._report()
         if self.step % self.protocol.evaluate_every == 0 or self.step == end:
@@ -321,7 +326,23 @@ class Run:
             alone=self.options.alone,
             data=self.task.fingerprint,
             revision=revision(),
+            citations=self._citation_floor(),
         )
+
+    def _citation_floor(self) -> float | None:
+        if self.task.name != "retrieval":
+            return None
+        return floors(self.task.train, self.task.test).citations
+
+
+def _fabric(options: RunOptions) -> Fabric:
+    """Devices and precision; under torchrun as many devices and machines as it says."""
+    precision: Any = options.precision
+    devices, machines = options.devices, 1
+    if torch.distributed.is_torchelastic_launched():
+        devices = int(os.environ["LOCAL_WORLD_SIZE"])
+        machines = int(os.environ["WORLD_SIZE"]) // devices
+    return Fabric(accelerator=options.accelerator, devices=devices, num_nodes=machines, precision=precision)
 
 
 def build_model(task: Task, options: RunOptions) -> Classifier:

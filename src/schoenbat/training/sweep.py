@@ -34,7 +34,11 @@ LOCKED = "another sweep is running it"
 # What a sweep says itself to `lra train`.
 _OWN_OPTIONS = ("task", "attention", "seed", "data", "out", "resume", "timing", "shared-device")
 # Options of `lra train` without a value, and what its results call them.
-_FLAGS = {"compile": ("compiled", "true"), "keep-zeros": ("hide_zeros", "false")}
+_FLAGS = {
+    "compile": ("compiled", "true"),
+    "no-compile": ("compiled", "false"),
+    "keep-zeros": ("hide_zeros", "false"),
+}
 _POLL = 0.05
 _REPORT = 1.0
 _STDERR_LINES = 40
@@ -225,9 +229,10 @@ def parse_train_option(text: str) -> tuple[str, str]:
     name, _, value = (part.strip() for part in text.partition("="))
     name = name.removeprefix("--").replace("_", "-")
     if not name or bool(value) == (name in _FLAGS):
-        flags = " or ".join(_FLAGS)
+        *flags, last = _FLAGS
         raise ValueError(
-            f"train option {text!r} is neither a name with a value, as in steps=1000, nor {flags}"
+            f"train option {text!r} is neither a name with a value, as in steps=1000, nor "
+            f"{', '.join(flags)} or {last}"
         )
     return name, value
 

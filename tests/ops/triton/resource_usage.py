@@ -15,12 +15,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from schoenbat.ops.triton import bidirectional
-from schoenbat.ops.triton.launch import tiles_for
+from schoenbat.ops.triton import bidirectional, causal, decode
+from schoenbat.ops.triton.launch import Tiles, tiles_for
+from schoenbat.ops.triton.launch_causal import tiles_for as causal_tiles_for
+from schoenbat.ops.triton.launch_causal import tiles_of_keys
 from schoenbat.ops.triton.plan import GROUP, GROUP_OF_PAIRS
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-TABLES = {"p_degrees", "p_first"}
+TABLES = {"p_degrees", "p_first", "p_count"}
 ROWS = {
     "p_x",
     "p_rows",
@@ -33,6 +35,8 @@ ROWS = {
     "p_dkey",
     "p_dvalue",
     "p_tiles",
+    "p_near",
+    "p_far",
 }
 SHORT = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
@@ -45,7 +49,8 @@ def signature(kernel, constants, dtype):
             types[name] = "constexpr"
             continue
         if name.startswith("p_"):
-            rows = name in ROWS or (name in {"p_sums", "p_dsums"} and kernel is not bidirectional.summarize)
+            partial = kernel in (bidirectional.summarize, causal.accumulate)
+            rows = name in ROWS or (name in {"p_sums", "p_dsums"} and not partial)
             types[name] = (
                 "*i32" if name in TABLES else "*u8" if name == "p_mask" else f"*{dtype if rows else 'fp32'}"
             )
@@ -72,35 +77,58 @@ def usage(kernel, constants, dtype, tiles):
     return {"registers": registers, "stack": stack, "shared": compiled.metadata.shared}
 
 
-def main():
-    kernels = [
-        getattr(bidirectional, name) for name in ("summarize", "read", "read_backward", "key_backward")
-    ]
-    found = []
-    cases = itertools.product((torch.bfloat16, torch.float32), (64, 128), (True, False), kernels)
-    for dtype, width, quadratic, kernel in cases:
+def constants_for(width, quadratic, tiles, parts):
+    return {
+        "HEADS": 8,
+        "GROUPS": 1,
+        "MAPS": 1,
+        "HAS_MASK": True,
+        "IS_QUERY": True,
+        "PRECISION": "ieee",
+        "IDENTITY": int(quadratic),
+        "QUADRATIC": quadratic,
+        "PARTS": parts,
+        "CHUNK": 1,
+        "DIM": width,
+        "DV": width,
+        "BLOCK_D": width,
+        "BLOCK_V": width,
+        "BLOCK": tiles.block,
+        "GROUP": GROUP_OF_PAIRS if quadratic else GROUP,
+    }
+
+
+def attention_cases():
+    """Kernels of both directions; causal ones for bfloat16 alone, which saves a minute."""
+    for dtype, width, quadratic in itertools.product(
+        (torch.bfloat16, torch.float32), (64, 128), (True, False)
+    ):
         if dtype == torch.float32 and width != 64:
             continue
-        tiles = tiles_for(dtype, width, quadratic)
-        constants = {
-            "HEADS": 8,
-            "GROUPS": 1,
-            "MAPS": 1,
-            "HAS_MASK": True,
-            "IS_QUERY": True,
-            "PRECISION": "ieee",
-            "IDENTITY": int(quadratic),
-            "QUADRATIC": quadratic,
-            "PARTS": 1 if quadratic and width <= 64 else 4,
-            "DIM": width,
-            "DV": width,
-            "BLOCK_D": width,
-            "BLOCK_V": width,
-            "BLOCK": tiles.block,
-            "GROUP": GROUP_OF_PAIRS if quadratic else GROUP,
-        }
-        case = {"kernel": kernel.fn.__name__, "dtype": str(dtype), "width": width, "quadratic": quadratic}
-        found.append(case | usage(kernel, constants, dtype, tiles))
+        tiles = tiles_for(dtype, width, width, quadratic)
+        for name in ("summarize", "read", "read_backward", "key_backward"):
+            yield bidirectional, name, dtype, width, quadratic, tiles
+        if dtype == torch.float32:
+            continue
+        tiles = causal_tiles_for(dtype, width, width, quadratic)
+        for name in ("accumulate", "read", "query_backward"):
+            yield causal, name, dtype, width, quadratic, tiles
+        yield causal, "key_backward", dtype, width, quadratic, tiles_of_keys(tiles)
+
+
+def main():
+    found = []
+    for module, name, dtype, width, quadratic, tiles in attention_cases():
+        form = module.__name__.rpartition(".")[-1]
+        case = {"kernel": f"{form}.{name}", "dtype": str(dtype), "width": width, "quadratic": quadratic}
+        parts = (1 if quadratic and width <= 64 else 4) + (module is causal)
+        constants = constants_for(width, quadratic, tiles, parts)
+        found.append(case | usage(getattr(module, name), constants, dtype, tiles))
+    for quadratic, rows in itertools.product((True, False), (2, 16)):
+        tiles = Tiles(rows, 8, 2)
+        constants = constants_for(64, quadratic, tiles, 1) | {"ROWS": rows, "BLOCK_V": 32}
+        case = {"kernel": "decode.step", "dtype": "float32", "width": 64, "quadratic": quadratic}
+        found.append(case | usage(decode.step, constants, torch.float32, tiles))
     print(json.dumps(found))
 
 

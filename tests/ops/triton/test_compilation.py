@@ -12,6 +12,10 @@ pytest.importorskip("triton")
 SHARED_MEMORY = 227 * 1024
 # Wide heads hold an accumulator of 128 × 128: what they spill now, in bytes a thread. It may only shrink.
 SPILLED_BY_WIDE_HEADS = 1000
+# Causal kernels hold scores beside their accumulators.
+SPILLED_BY_SCORES = 128
+# Two warps hold what four could, for maps of several degrees: see `launch.tiles_for`.
+SPILLED_BY_TWO_WARPS = 800
 
 
 @pytest.fixture(scope="module")
@@ -24,9 +28,13 @@ def usages():
 
 
 def test_nothing_spills(usages):
-    assert len(usages) == 24
+    assert len(usages) == 44
     for usage in usages:
-        allowed = SPILLED_BY_WIDE_HEADS if usage["width"] > 64 else 64
+        allowed = SPILLED_BY_SCORES if usage["kernel"].startswith("causal") else 64
+        if usage["dtype"] == "torch.bfloat16" and not usage["quadratic"]:
+            allowed = SPILLED_BY_TWO_WARPS
+        if usage["width"] > 64:
+            allowed = SPILLED_BY_WIDE_HEADS
         assert usage["stack"] <= allowed, usage
 
 

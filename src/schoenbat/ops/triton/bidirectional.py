@@ -14,35 +14,10 @@ import triton
 import triton.language as tl
 
 from schoenbat.ops.triton.features import evaluate, evaluate_backward
+from schoenbat.ops.triton.rows import LOWEST_EXPONENT, NARROW, load_tile, store_tile, visible
 
-LOWEST_EXPONENT = tl.constexpr(-80.0)
-# The narrowest product that tensor cores do.
-NARROW = tl.constexpr(16)
 # What depends on the length of a sequence: no kernel is compiled again for another length.
 LENGTHS = ("N", "TILES", "SPLITS", "NUM_PARTS")
-
-
-@triton.jit
-def _tile(p, start, stride, m_n, C: tl.constexpr, BLOCK: tl.constexpr, BLOCK_C: tl.constexpr):
-    """BLOCK rows from `start` of a matrix with unit column stride; zeros where m_n is false."""
-    o_n, o_c = tl.arange(0, BLOCK), tl.arange(0, BLOCK_C)
-    # 64 bits for the tile's place, 32 for places inside of it: fewer registers.
-    p = p + tl.full([], start, tl.int64) * stride + (o_n[:, None] * stride + o_c[None, :])
-    mask = m_n[:, None]
-    if C != BLOCK_C:
-        mask = mask & (o_c[None, :] < C)
-    return tl.load(p, mask=mask, other=0.0)
-
-
-@triton.jit
-def _store_tile(p, start, b, m_n, C: tl.constexpr, BLOCK: tl.constexpr, BLOCK_C: tl.constexpr):
-    """The same, into a contiguous matrix."""
-    o_n, o_c = tl.arange(0, BLOCK), tl.arange(0, BLOCK_C)
-    p = p + tl.full([], start, tl.int64) * C + (o_n[:, None] * C + o_c[None, :])
-    mask = m_n[:, None]
-    if C != BLOCK_C:
-        mask = mask & (o_c[None, :] < C)
-    tl.store(p, b.to(p.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -51,16 +26,6 @@ def _group_sums(p_sums, p_totals, o_first, ROWS: tl.constexpr, BLOCK_V: tl.const
     o_f = o_first + tl.arange(0, ROWS)
     b_sums = tl.load(p_sums + o_f[:, None] * BLOCK_V + tl.arange(0, BLOCK_V)[None, :])
     return b_sums, tl.load(p_totals + o_f)
-
-
-@triton.jit
-def _visible(p_mask, start, N, BLOCK: tl.constexpr, HAS_MASK: tl.constexpr):
-    """Which rows of a tile exist and take part."""
-    o_n = start + tl.arange(0, BLOCK)
-    m_n = o_n < N
-    if HAS_MASK:
-        m_n = m_n & (tl.load(p_mask + o_n, mask=m_n, other=0) != 0)
-    return m_n
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -102,9 +67,9 @@ def summarize(
     b_row_totals = tl.zeros([BLOCK_V, NARROW], tl.float32)
     for i_tile in range(i_split * TILES, tl.minimum((i_split + 1) * TILES, tl.cdiv(N, BLOCK))):
         start = i_tile * BLOCK
-        m_n = _visible(p_mask, start, N, BLOCK, HAS_MASK)
-        b_x = _tile(p_x, start, stride_xn, m_n, DIM, BLOCK, BLOCK_D)
-        b_rows = _tile(p_rows, start, stride_rn, m_n, DV, BLOCK, BLOCK_V)
+        m_n = visible(p_mask, start, N, BLOCK, HAS_MASK)
+        b_x = load_tile(p_x, start, stride_xn, m_n, DIM, BLOCK, BLOCK_D)
+        b_rows = load_tile(p_rows, start, stride_rn, m_n, DV, BLOCK, BLOCK_V)
         dtype = b_x.dtype
         b_narrow = tl.full([BLOCK, NARROW], 1.0, tl.float32)
         if IS_QUERY:
@@ -157,7 +122,10 @@ def finish(
     p_value_mean, SPLITS, num_features,
     HEADS: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Add up the parts of `summarize` for keys: means, and sums as if every value had been centred."""
+    """Add up the parts of `summarize` for keys: means, and sums as if every value had been centred.
+
+    Sums and totals are divided by the count, so that they stay in the range of float16 for any length.
+    """
     i_rows, i_bh = tl.program_id(1), tl.program_id(0)
     o_d, o_v, o_f = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V), i_rows * ROWS + tl.arange(0, ROWS)
     b_value = tl.zeros([BLOCK_V], tl.float32)
@@ -174,7 +142,8 @@ def finish(
         b_totals += tl.load(p_partial_totals + i_part * num_features + o_f, mask=m_f, other=0.0)
     divisor = tl.maximum(tl.load(p_count + i_bh // HEADS), 1.0)
     b_value = b_value / divisor
-    b_sums -= b_totals[:, None] * b_value[None, :]
+    b_totals = b_totals / divisor
+    b_sums = b_sums / divisor - b_totals[:, None] * b_value[None, :]
     o_f = i_bh.to(tl.int64) * num_features + o_f
     tl.store(
         p_sums + o_f[:, None] * BLOCK_V + o_v[None, :], b_sums.to(p_sums.dtype.element_ty), mask=m_f[:, None]
@@ -188,7 +157,7 @@ def finish(
 @triton.jit(do_not_specialize=LENGTHS)
 def finish_backward(
     p_partial_sums, p_partial_totals, p_partial_x, p_partial_rows, p_count, p_totals, p_dsums, p_dtotals, p_dkey,
-    p_dvalue, NUM_PARTS, num_features, KEY_SCALE,
+    p_dvalue, NUM_PARTS, num_features,
     HEADS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Add up the parts of `summarize` for queries, over the query heads that share a key head, too.
@@ -218,33 +187,37 @@ def finish_backward(
         b_totals = tl.load(p_totals + o_f, mask=m_f, other=0.0)
         b_value -= tl.sum(b_totals[:, None] * b_sums, axis=0)
         p_out = p_dsums + o_f[:, None] * BLOCK_V + o_v[None, :]
-        tl.store(p_out, b_sums.to(p_dsums.dtype.element_ty), mask=m_f[:, None])
+        tl.store(p_out, (b_sums / divisor).to(p_dsums.dtype.element_ty), mask=m_f[:, None])
         if tl.program_id(1) == 0:
-            tl.store(p_dtotals + o_f, b_dtotals, mask=m_f)
+            tl.store(p_dtotals + o_f, b_dtotals / divisor, mask=m_f)
     tl.store(p_dvalue + i_bh * BLOCK_V + o_v, b_value / divisor)
     if tl.program_id(1) == 0:
-        tl.store(p_dkey + i_bh * BLOCK_D + o_d, b_key * KEY_SCALE / divisor)
+        tl.store(p_dkey + i_bh * BLOCK_D + o_d, b_key / divisor)
 
 
 @triton.jit
 def _read_rows(
-    b_x, scale, count, constant, zeroth, slope, p_sums, p_totals, p_key_mean,
+    b_x, scale, constant, zeroth, slope, p_sums, p_totals, p_key_mean,
     p_tiles, p_root, p_linear, p_degrees, p_first, num_groups,
     IDENTITY: tl.constexpr, QUADRATIC: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Numerator [BLOCK, BLOCK_V], total and floor of the denominator, and the floor's exponent, of query rows."""
+    """Numerator [BLOCK, BLOCK_V], total and floor of the denominator, and the floor's exponent, of query rows.
+
+    All but the exponent are divided by the count, as the sums are. Without keys the floor is above zero, too.
+    """
     o_d = tl.arange(0, BLOCK_D)
     first: tl.constexpr = IDENTITY * BLOCK_D
     b_numerator = tl.zeros([BLOCK, BLOCK_V], tl.float32)
-    b_total = tl.zeros([BLOCK], tl.float32) + constant * count
+    b_total = tl.zeros([BLOCK], tl.float32) + constant
     b_x32 = b_x.to(tl.float32)
     if IDENTITY:
+        # The scale last: the backward pass takes the same tile of sums again.
         b_s1, b_z1 = _group_sums(p_sums, p_totals, 0, BLOCK_D, BLOCK_V)
-        b_root = tl.load(p_linear + o_d) * scale
+        b_root = tl.load(p_linear + o_d)
         b_s1 = (b_s1 * b_root[:, None]).to(b_x.dtype)
-        b_numerator = tl.dot(b_x, b_s1, input_precision=PRECISION)
-        b_total += tl.sum(b_x32 * (b_z1 * b_root)[None, :], axis=1)
+        b_numerator = tl.dot(b_x, b_s1, input_precision=PRECISION) * scale
+        b_total += tl.sum(b_x32 * (b_z1 * b_root)[None, :], axis=1) * scale
     for i_group in range(num_groups):
         b_phi = evaluate(
             b_x, scale, i_group, p_tiles, p_root, p_degrees, p_first, QUADRATIC, BLOCK, BLOCK_D, GROUP, PRECISION
@@ -253,15 +226,13 @@ def _read_rows(
         b_numerator += tl.dot(b_phi.to(b_x.dtype), b_s.to(b_x.dtype), input_precision=PRECISION)
         b_total += tl.sum(b_phi * b_z[None, :], axis=1)
     b_exponent = slope * scale * tl.sum(b_x32 * tl.load(p_key_mean + o_d)[None, :], axis=1)
-    b_floor = count * zeroth * tl.exp(tl.minimum(tl.maximum(b_exponent, LOWEST_EXPONENT), 0.0))
-    # Without keys total and floor are zero; one says so without a division by zero.
-    b_total = tl.where(count > 0, b_total, 1.0)
+    b_floor = zeroth * tl.exp(tl.minimum(tl.maximum(b_exponent, LOWEST_EXPONENT), 0.0))
     return b_numerator, b_total, b_floor, b_exponent
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def read(
-    p_query, p_out, p_scale, p_count, p_sums, p_totals, p_key_mean, p_value_mean, p_coefficients,
+    p_query, p_out, p_scale, p_sums, p_totals, p_key_mean, p_value_mean, p_coefficients,
     stride_qb, stride_qh, stride_qn, N, TILES, SPLITS,
     p_tiles, p_root, p_linear, p_degrees, p_first, NUM_TILES, num_groups,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, MAPS: tl.constexpr, IDENTITY: tl.constexpr,
@@ -278,29 +249,29 @@ def read(
     p_out += tl.full([], i_bh, tl.int64) * N * DV
     p_sums += i_state * num_features * BLOCK_V
     p_totals += i_state * num_features
-    scale, count = tl.load(p_scale + i_h), tl.load(p_count + i_b)
+    scale = tl.load(p_scale + i_h)
     constant, zeroth = tl.load(p_coefficients + 3 * i_map), tl.load(p_coefficients + 3 * i_map + 1)
     slope = tl.load(p_coefficients + 3 * i_map + 2)
     b_value_mean = tl.load(p_value_mean + i_state * BLOCK_V + tl.arange(0, BLOCK_V))
     for i_tile in range(i_split * TILES, tl.minimum((i_split + 1) * TILES, tl.cdiv(N, BLOCK))):
         start = i_tile * BLOCK
         m_n = start + tl.arange(0, BLOCK) < N
-        b_x = _tile(p_query, start, stride_qn, m_n, DIM, BLOCK, BLOCK_D)
+        b_x = load_tile(p_query, start, stride_qn, m_n, DIM, BLOCK, BLOCK_D)
         b_numerator, b_total, b_floor, _ = _read_rows(
-            b_x, scale, count, constant, zeroth, slope, p_sums, p_totals, p_key_mean + i_state * BLOCK_D,
+            b_x, scale, constant, zeroth, slope, p_sums, p_totals, p_key_mean + i_state * BLOCK_D,
             p_tiles + i_map * NUM_TILES * BLOCK_D * GROUP, p_root + i_map * num_groups * GROUP,
             p_linear + i_map * BLOCK_D, p_degrees, p_first, num_groups, IDENTITY, QUADRATIC, BLOCK_D, BLOCK_V, BLOCK,
             GROUP, PRECISION,
         )  # fmt: skip
         b_floored = tl.where(b_total < b_floor, b_floor, b_total)
         b_out = b_value_mean[None, :] + b_numerator / b_floored[:, None]
-        _store_tile(p_out, start, b_out, m_n, DV, BLOCK, BLOCK_V)
+        store_tile(p_out, start, b_out, m_n, DV, BLOCK, BLOCK_V)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def read_backward(
     p_query, p_grad, p_dquery, p_inverse, p_dtotal, p_dmean, p_dscale,
-    p_scale, p_count, p_sums, p_totals, p_key_mean, p_coefficients,
+    p_scale, p_sums, p_totals, p_key_mean, p_coefficients,
     stride_qb, stride_qh, stride_qn, stride_gb, stride_gh, stride_gn, N, SPLITS,
     p_tiles, p_root, p_linear, p_degrees, p_first, NUM_TILES, num_groups,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, MAPS: tl.constexpr, IDENTITY: tl.constexpr,
@@ -322,19 +293,19 @@ def read_backward(
     p_root += i_map * num_groups * GROUP
     p_linear += i_map * BLOCK_D
     p_key_mean += i_state * BLOCK_D
-    scale, count = tl.load(p_scale + i_h), tl.load(p_count + i_b)
+    scale = tl.load(p_scale + i_h)
     constant, zeroth = tl.load(p_coefficients + 3 * i_map), tl.load(p_coefficients + 3 * i_map + 1)
     slope = tl.load(p_coefficients + 3 * i_map + 2)
     start = i_tile * BLOCK
     m_n = start + tl.arange(0, BLOCK) < N
-    b_x = _tile(p_query, start, stride_qn, m_n, DIM, BLOCK, BLOCK_D)
+    b_x = load_tile(p_query, start, stride_qn, m_n, DIM, BLOCK, BLOCK_D)
     b_numerator, b_total, b_floor, b_exponent = _read_rows(
-        b_x, scale, count, constant, zeroth, slope, p_sums, p_totals, p_key_mean, p_tiles, p_root, p_linear, p_degrees,
+        b_x, scale, constant, zeroth, slope, p_sums, p_totals, p_key_mean, p_tiles, p_root, p_linear, p_degrees,
         p_first, num_groups, IDENTITY, QUADRATIC, BLOCK_D, BLOCK_V, BLOCK, GROUP, PRECISION,
     )  # fmt: skip
     m_below = b_total < b_floor
     b_inverse = 1.0 / tl.where(m_below, b_floor, b_total)
-    b_grad = _tile(p_grad, start, stride_gn, m_n, DV, BLOCK, BLOCK_V).to(tl.float32) * b_inverse[:, None]
+    b_grad = load_tile(p_grad, start, stride_gn, m_n, DV, BLOCK, BLOCK_V).to(tl.float32) * b_inverse[:, None]
     b_dfloored = -tl.sum(b_grad * b_numerator, axis=1) * b_inverse
     b_dtotal = tl.where(m_below, 0.0, b_dfloored)
     m_falling = m_below & (b_exponent < 0.0) & (b_exponent > LOWEST_EXPONENT)
@@ -342,10 +313,10 @@ def read_backward(
 
     b_rows = b_grad.to(b_x.dtype)
     o_d = tl.arange(0, BLOCK_D)
-    b_dx = (b_dmean * scale)[:, None] * tl.load(p_key_mean + o_d)[None, :]
+    b_dx = b_dmean[:, None] * tl.load(p_key_mean + o_d)[None, :]
     if IDENTITY:
         b_s1, b_z1 = _group_sums(p_sums, p_totals, 0, BLOCK_D, BLOCK_V)
-        b_root = tl.load(p_linear + o_d) * scale
+        b_root = tl.load(p_linear + o_d)
         b_s1 = (b_s1 * b_root[:, None]).to(b_x.dtype)
         b_dx += tl.dot(b_rows, tl.trans(b_s1), input_precision=PRECISION)
         b_dx += b_dtotal[:, None] * (b_z1 * b_root)[None, :]
@@ -360,10 +331,12 @@ def read_backward(
     tl.store(p_inverse + o_row, b_inverse, mask=m_n)
     tl.store(p_dtotal + o_row, b_dtotal, mask=m_n)
     tl.store(p_dmean + o_row, b_dmean, mask=m_n)
-    # Everything depends on scale · query alone, so the two have the same ⟨·, gradient⟩.
+    # b_dx is the gradient of scale · query, on which alone everything depends.
     b_along = tl.sum(b_dx * b_x.to(tl.float32), axis=1)
-    tl.store(p_dscale + tl.program_id(0), tl.sum(b_along, axis=0) / scale)
-    _store_tile(p_dquery + tl.full([], i_bh, tl.int64) * N * DIM, start, b_dx, m_n, DIM, BLOCK, BLOCK_D)
+    tl.store(p_dscale + tl.program_id(0), tl.sum(b_along, axis=0))
+    store_tile(
+        p_dquery + tl.full([], i_bh, tl.int64) * N * DIM, start, b_dx * scale, m_n, DIM, BLOCK, BLOCK_D
+    )
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -391,18 +364,18 @@ def key_backward(
     p_root += i_map * num_groups * GROUP
     scale = KEY_SCALE
     start = i_tile * BLOCK
-    m_n = _visible(p_mask + i_b.to(tl.int64) * N, start, N, BLOCK, HAS_MASK)
-    b_x = _tile(p_key, start, stride_kn, m_n, DIM, BLOCK, BLOCK_D)
+    m_n = visible(p_mask + i_b.to(tl.int64) * N, start, N, BLOCK, HAS_MASK)
+    b_x = load_tile(p_key, start, stride_kn, m_n, DIM, BLOCK, BLOCK_D)
     dtype = b_x.dtype
-    b_value = _tile(p_value, start, stride_vn, m_n, DV, BLOCK, BLOCK_V).to(tl.float32)
+    b_value = load_tile(p_value, start, stride_vn, m_n, DV, BLOCK, BLOCK_V).to(tl.float32)
     b_rows = (b_value - tl.load(p_value_mean + i_state * BLOCK_V + o_v)[None, :]).to(dtype)
     b_dx = tl.zeros([BLOCK, BLOCK_D], tl.float32) + tl.load(p_dkey_mean + i_state * BLOCK_D + o_d)[None, :]
-    b_dv = tl.zeros([BLOCK, BLOCK_V], tl.float32) + tl.load(p_to_mean + i_state * BLOCK_V + o_v)[None, :]
+    b_dv = tl.zeros([BLOCK, BLOCK_V], tl.float32)
     if IDENTITY:
         b_s1, b_z1 = _group_sums(p_dsums, p_dtotals, 0, BLOCK_D, BLOCK_V)
-        b_root = tl.load(p_linear + i_map * BLOCK_D + o_d) * scale
+        b_root = tl.load(p_linear + i_map * BLOCK_D + o_d)
         b_s1 = (b_s1 * b_root[:, None]).to(dtype)
-        b_dv += tl.dot(b_x, b_s1, input_precision=PRECISION)
+        b_dv = tl.dot(b_x, b_s1, input_precision=PRECISION) * scale
         b_dx += tl.dot(b_rows, tl.trans(b_s1), input_precision=PRECISION) + (b_z1 * b_root)[None, :]
     for i_group in range(num_groups):
         b_s, b_z = _group_sums(p_dsums, p_dtotals, first + i_group * GROUP, GROUP, BLOCK_V)
@@ -418,7 +391,7 @@ def key_backward(
         )  # fmt: skip
     # What is masked gets zeros; what lies behind the end gets nothing.
     m_in = start + tl.arange(0, BLOCK) < N
-    b_dx = tl.where(m_n[:, None], b_dx, 0.0)
-    b_dv = tl.where(m_n[:, None], b_dv, 0.0)
-    _store_tile(p_dkey + i_state * N * DIM, start, b_dx, m_in, DIM, BLOCK, BLOCK_D)
-    _store_tile(p_dvalue + i_state * N * DV, start, b_dv, m_in, DV, BLOCK, BLOCK_V)
+    b_dx = tl.where(m_n[:, None], b_dx * scale, 0.0)
+    b_dv = tl.where(m_n[:, None], b_dv + tl.load(p_to_mean + i_state * BLOCK_V + o_v)[None, :], 0.0)
+    store_tile(p_dkey + i_state * N * DIM, start, b_dx, m_in, DIM, BLOCK, BLOCK_D)
+    store_tile(p_dvalue + i_state * N * DV, start, b_dv, m_in, DV, BLOCK, BLOCK_V)

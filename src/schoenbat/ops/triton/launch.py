@@ -16,7 +16,7 @@ from schoenbat.ops.triton.plan import Plan
 
 # Two programs at a time for each of a large GPU's 132 multiprocessors.
 _PROGRAMS = 264
-_FINISH_ROWS = 64
+SUM_ROWS = 64
 
 
 class Tiles(NamedTuple):
@@ -31,16 +31,20 @@ class Tiles(NamedTuple):
         return {"BLOCK": self.block, "num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
-def tiles_for(dtype: torch.dtype, widest: int, quadratic: bool) -> Tiles:
+def tiles_for(dtype: torch.dtype, block_d: int, block_v: int, quadratic: bool) -> Tiles:
     """By shape alone.
 
-    For a map of several degrees the loop over levels must be pipelined: with one stage, or with wider groups,
-    what Triton 3.6 compiles gives wrong numbers on Hopper.
+    Four warps are a Hopper warp group, and the asynchronous products of one go wrong where Triton 3.6
+    compiles them for a loop of run-time length (other numbers from run to run) or for values narrower than
+    the keys (illegal accesses). Two warps multiply without them.
     """
+    widest = max(block_d, block_v)
     if dtype == torch.float32:
         return Tiles(16, 8, 1)
     if not quadratic:
-        return Tiles(64, 4, 2)
+        return Tiles(64 if widest <= 64 else 32, 2, 1 if widest <= 32 else 2)
+    if block_v < block_d or block_d < 32:
+        return Tiles(32, 2, 3)
     return Tiles(64, 4, 3) if widest <= 64 else Tiles(128, 8, 2)
 
 
@@ -63,7 +67,7 @@ class Shape(NamedTuple):
         return cls(batch, heads, groups, dim, value_dim, padded(dim), padded(value_dim), query.dtype)
 
     def tiles(self, plan: Plan) -> Tiles:
-        return tiles_for(self.dtype, max(self.block_d, self.block_v), plan.quadratic)
+        return tiles_for(self.dtype, self.block_d, self.block_v, plan.quadratic)
 
     def constants(self, plan: Plan, tiles: Tiles) -> dict[str, Any]:
         return {
@@ -103,14 +107,14 @@ def attend(
 ) -> list[Tensor]:
     """Outputs, then the sums, totals, key mean and value mean that the backward pass starts from."""
     shape, count = Shape.of(query, value), _count(key, mask)
-    tiles, q = shape.tiles(plan), _rows(query)
-    summary = _summary(_rows(key), _rows(value), mask, count, shape, plan, key_scale)
+    tiles, q = shape.tiles(plan), as_rows(query)
+    summary = _summary(as_rows(key), as_rows(value), mask, count, shape, plan, key_scale)
     out = q.new_empty(*q.shape[:-1], shape.value_dim)
     if out.numel():
-        splits, tiles_each = _split(q.shape[-2], tiles, q.shape[0] * q.shape[1])
+        splits, tiles_each = split(_row_tiles(q, tiles), q.shape[0] * q.shape[1])
         bidirectional.read[(splits * q.shape[0] * q.shape[1],)](
-            *(q, out, query_scale, count, *summary, _coefficients(coefficients, plan)),
-            *(*q.stride()[:3], q.shape[-2], tiles_each, splits, *_map_arguments(plan)),
+            *(q, out, query_scale, *summary, per_map(coefficients, plan)),
+            *(*q.stride()[:3], q.shape[-2], tiles_each, splits, *map_arguments(plan)),
             HEADS=q.shape[1],
             GROUPS=shape.groups,
             **shape.constants(plan, tiles),
@@ -132,7 +136,7 @@ def attend_backward(
 ) -> list[Tensor]:
     """Gradients of query, key, value and query_scale."""
     shape, count = Shape.of(query, value), _count(key, mask)
-    q, k, v, g = _rows(query), _rows(key), _rows(value), _rows(grad.to(query.dtype))
+    q, k, v, g = as_rows(query), as_rows(key), as_rows(value), as_rows(grad.to(query.dtype))
     sums, totals, key_mean, value_mean = summary
     grad_query = q.new_empty(q.shape)
     by_row = [q.new_empty(q.shape[:-1], dtype=torch.float32) for _ in range(3)]
@@ -141,9 +145,9 @@ def attend_backward(
     to_scale = q.new_empty(q.shape[0], q.shape[1], row_tiles, dtype=torch.float32)
     if q.numel():
         bidirectional.read_backward[(to_scale.numel(),)](
-            *(q, g, grad_query, *by_row, to_scale, query_scale, count, sums, totals, key_mean),
-            *(_coefficients(coefficients, plan), *q.stride()[:3], *g.stride()[:3], q.shape[-2], row_tiles),
-            *_map_arguments(plan),
+            *(q, g, grad_query, *by_row, to_scale, query_scale, sums, totals, key_mean),
+            *(per_map(coefficients, plan), *q.stride()[:3], *g.stride()[:3], q.shape[-2], row_tiles),
+            *map_arguments(plan),
             HEADS=q.shape[1],
             GROUPS=shape.groups,
             **shape.constants(plan, tiles),
@@ -154,8 +158,8 @@ def attend_backward(
     if k.numel():
         to_sums, to_totals, to_key, to_value = to_summary
         bidirectional.key_backward[(row_tiles * k.shape[0] * k.shape[1],)](
-            *(k, v, _flat(mask, k), grad_key, grad_value, to_sums, to_totals, to_key, value_mean, to_value),
-            *(*k.stride()[:3], *v.stride()[:3], k.shape[-2], row_tiles, key_scale, *_map_arguments(plan)),
+            *(k, v, flat(mask, k), grad_key, grad_value, to_sums, to_totals, to_key, value_mean, to_value),
+            *(*k.stride()[:3], *v.stride()[:3], k.shape[-2], row_tiles, key_scale, *map_arguments(plan)),
             HEADS=k.shape[1],
             HAS_MASK=mask is not None,
             **shape.constants(plan, tiles),
@@ -171,7 +175,7 @@ def _summary(
     parts = _summarize(key, value, mask, None, shape._replace(groups=1), plan, None, key_scale)
     heads = key.shape[0] * key.shape[1]
     summary = _empty_summary(heads, shape, plan, key)
-    rows = min(_FINISH_ROWS, triton.next_power_of_2(max(16, plan.num_features)))
+    rows = min(SUM_ROWS, triton.next_power_of_2(max(16, plan.num_features)))
     bidirectional.finish[(heads, max(1, triton.cdiv(plan.num_features, rows)))](
         *(*parts, count, *summary, parts[0].shape[0] // heads, plan.num_features),
         HEADS=key.shape[1],
@@ -197,9 +201,9 @@ def _summary_backward(
     parts = _summarize(query, grad, None, by_row, shape, plan, query_scale, key_scale)
     heads = shape.batch * shape.heads
     to_summary = _empty_summary(heads, shape, plan, query)
-    rows = min(_FINISH_ROWS, triton.next_power_of_2(max(16, plan.num_features)))
+    rows = min(SUM_ROWS, triton.next_power_of_2(max(16, plan.num_features)))
     bidirectional.finish_backward[(heads, shape.block_v // 16)](
-        *(*parts, count, totals, *to_summary, parts[0].shape[0] // heads, plan.num_features, key_scale),
+        *(*parts, count, totals, *to_summary, parts[0].shape[0] // heads, plan.num_features),
         HEADS=shape.heads,
         ROWS=rows,
         COLUMNS=16,
@@ -233,12 +237,12 @@ def _summarize(
     """Parts of Σφ(x) rowᵀ, Σφ(x) w, Σx u and Σrow, ``(B·H·splits, ...)``; see the kernel."""
     batch, heads, n, _ = x.shape
     tiles, groups = shape.tiles(plan), max(1, plan.num_groups)
-    splits, tiles_each = _split(n, tiles, batch * heads * groups)
+    splits, tiles_each = split(_row_tiles(x, tiles), batch * heads * groups)
     shapes = summary_shapes(shape, plan)
     sums = [x.new_empty(batch * heads * splits, *s, dtype=torch.float32) for s in shapes]
     bidirectional.summarize[(groups * splits * batch * heads,)](
-        *(x, rows, _flat(mask, x), x if query_scale is None else query_scale, *(by_row or (x, x, x)), *sums),
-        *(*x.stride()[:3], *rows.stride()[:3], n, tiles_each, splits, key_scale, *_map_arguments(plan)),
+        *(x, rows, flat(mask, x), x if query_scale is None else query_scale, *(by_row or (x, x, x)), *sums),
+        *(*x.stride()[:3], *rows.stride()[:3], n, tiles_each, splits, key_scale, *map_arguments(plan)),
         HEADS=heads,
         GROUPS=shape.groups,
         HAS_MASK=mask is not None,
@@ -249,19 +253,22 @@ def _summarize(
     return sums
 
 
-def _split(n: int, tiles: Tiles, others: int) -> tuple[int, int]:
-    """How many programs share a sequence and how many tiles each has, given how many programs others need."""
-    row_tiles = max(1, triton.cdiv(n, tiles.block))
-    wanted = max(1, min(row_tiles, _PROGRAMS // max(1, others)))
-    tiles_each = triton.cdiv(row_tiles, wanted)
-    return triton.cdiv(row_tiles, tiles_each), tiles_each
+def split(pieces: int, others: int) -> tuple[int, int]:
+    """How many programs share a sequence, how many pieces each has; `others`: how many more there are."""
+    wanted = max(1, min(pieces, _PROGRAMS // max(1, others)))
+    each = triton.cdiv(pieces, wanted)
+    return triton.cdiv(pieces, each), each
 
 
-def _map_arguments(plan: Plan) -> tuple[Any, ...]:
+def _row_tiles(x: Tensor, tiles: Tiles) -> int:
+    return max(1, triton.cdiv(x.shape[-2], tiles.block))
+
+
+def map_arguments(plan: Plan) -> tuple[Any, ...]:
     return *plan.tensors, plan.tiles.shape[1], plan.num_groups
 
 
-def _coefficients(coefficients: Tensor, plan: Plan) -> Tensor:
+def per_map(coefficients: Tensor, plan: Plan) -> Tensor:
     return coefficients.expand(plan.tiles.shape[0], -1).contiguous()
 
 
@@ -272,12 +279,12 @@ def _count(key: Tensor, mask: Tensor | None) -> Tensor:
     return mask.sum((1, 2, 3, 4), dtype=torch.float32)
 
 
-def _rows(x: Tensor) -> Tensor:
+def as_rows(x: Tensor) -> Tensor:
     """``(B, H, G, n, c) -> (B, H·G, n, c)`` with unit column stride."""
     x = x.flatten(1, 2)
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _flat(mask: Tensor | None, instead: Tensor) -> Tensor:
+def flat(mask: Tensor | None, instead: Tensor) -> Tensor:
     """The mask as bytes ``(B, n)``; a kernel that has none gets some pointer it never reads."""
     return instead if mask is None else mask.flatten(1).contiguous().view(torch.uint8)

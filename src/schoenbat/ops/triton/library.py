@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from schoenbat.ops.triton import launch
+from schoenbat.ops.triton import launch, launch_causal, launch_decode
 from schoenbat.ops.triton.plan import Plan
 
 
@@ -77,3 +77,102 @@ def _gradient(ctx: Any, grad: list[Tensor]) -> tuple[Any, ...]:
 
 
 attend.register_autograd(_gradient, setup_context=_context)
+
+
+@torch.library.custom_op("schoenbat::triton_attend_causal", mutates_args=())
+def attend_causal(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    plan: Sequence[Tensor],
+    coefficients: Tensor,
+    query_scale: Tensor,
+    flags: Sequence[int],
+    key_scale: float,
+) -> list[Tensor]:
+    small = Plan.of(plan, flags), coefficients, query_scale, key_scale
+    return launch_causal.attend(query, key, value, mask, *small)
+
+
+@attend_causal.register_fake
+def _(
+    query: Tensor, key: Tensor, value: Tensor, mask: Any, plan: Any, coefficients: Any, scale: Any,
+    flags: Any, key_scale: float,
+) -> list[Tensor]:  # fmt: skip
+    shape, laid_out = launch.Shape.of(query, value), Plan.of(plan, flags)
+    axis = launch_causal.Axis.of(query.shape[-2], key.shape[-2], shape, laid_out)
+    sizes = launch_causal.sum_shapes(shape.batch * shape.heads, axis, shape, laid_out)
+    dtypes = [query.dtype if i % 4 == 0 else torch.float32 for i in range(8)]
+    row_size = shape.batch, shape.heads * shape.groups, query.shape[-2]
+    by_row = [query.new_empty(row_size, dtype=torch.float32) for _ in range(3)]
+    sums = [query.new_empty(size, dtype=dtype) for size, dtype in zip(sizes, dtypes, strict=True)]
+    return [query.new_empty(*query.shape[:-1], value.shape[-1]), *by_row, *sums]
+
+
+@torch.library.custom_op("schoenbat::triton_attend_causal_backward", mutates_args=())
+def attend_causal_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    saved: Sequence[Tensor],
+    plan: Sequence[Tensor],
+    coefficients: Tensor,
+    query_scale: Tensor,
+    flags: Sequence[int],
+    key_scale: float,
+) -> list[Tensor]:
+    small = Plan.of(plan, flags), coefficients, query_scale, key_scale
+    return launch_causal.attend_backward(grad, query, key, value, mask, saved, *small)
+
+
+@attend_causal_backward.register_fake
+def _(
+    grad: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, saved: Any, plan: Any,
+    coefficients: Any, query_scale: Tensor, *rest: Any,
+) -> list[Tensor]:  # fmt: skip
+    return [x.new_empty(x.shape) for x in (query, key, value, query_scale)]
+
+
+def _causal_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    query, key, value, mask, plan, coefficients, query_scale, ctx.flags, ctx.key_scale = inputs
+    ctx.save_for_backward(query, key, value, mask, coefficients, query_scale, *plan, *output)
+
+
+def _causal_gradient(ctx: Any, grad: list[Tensor]) -> tuple[Any, ...]:
+    query, key, value, mask, coefficients, query_scale, *rest = ctx.saved_tensors
+    to_query, to_key, to_value, to_scale = attend_causal_backward(
+        *(grad[0], query, key, value, mask, rest[5:], rest[:5], coefficients, query_scale),
+        *(ctx.flags, ctx.key_scale),
+    )
+    return to_query, to_key, to_value, None, [None] * 5, None, to_scale, None, None
+
+
+attend_causal.register_autograd(_causal_gradient, setup_context=_causal_context)
+
+
+@torch.library.custom_op("schoenbat::triton_step", mutates_args=())
+def step(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    count: Tensor,
+    sums: Sequence[Tensor],
+    plan: Sequence[Tensor],
+    coefficients: Tensor,
+    query_scale: Tensor,
+    flags: Sequence[int],
+    key_scale: float,
+) -> list[Tensor]:
+    """One decoding step; it has no derivative."""
+    small = Plan.of(plan, flags), coefficients, query_scale, key_scale
+    return launch_decode.step(query, key, value, mask, count, sums, *small)
+
+
+@step.register_fake
+def _(query: Tensor, key: Any, value: Tensor, mask: Any, count: Any, sums: Any, *rest: Any) -> list[Tensor]:
+    out = query.new_empty(*query.shape[:-1], value.shape[-1])
+    return [out, *(x.new_empty(x.shape) for x in sums)]

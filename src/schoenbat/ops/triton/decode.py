@@ -1,0 +1,111 @@
+"""One decoding step as one kernel: add a key and a value to the sums of a head, and read them.
+
+The sums are those of `eager_causal.Sums`, in float32 and without weights, and so is everything here. A program does some
+value columns of one key head, for all query heads that share it: they and the key are the rows of one tile, the key
+last. Names are those of `features`; m_ are masks.
+"""
+
+import triton
+import triton.language as tl
+
+from schoenbat.ops.triton.features import monomials, product
+from schoenbat.ops.triton.rows import LOWEST_EXPONENT
+
+
+@triton.jit
+def _add_and_read(
+    b_phi, b_weight, b_value, o_f, m_f, p_sums, p_totals, p_new_sums, p_new_totals, b_numerator, b_total, o_v, m_v,
+    DV: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Some features of all rows [ROWS, ...]: the key's go into the sums, the queries' read them."""
+    m_key = tl.arange(0, ROWS)[:, None] == ROWS - 1
+    b_key = tl.sum(tl.where(m_key, b_phi, 0.0), axis=0)
+    b_query = tl.where(m_key, 0.0, b_phi * b_weight[None, :])
+    b_totals = tl.load(p_totals + o_f, mask=m_f, other=0.0) + b_key
+    o_s, m_s = o_f[:, None] * DV + o_v[None, :], m_f[:, None] & m_v[None, :]
+    b_sums = tl.load(p_sums + o_s, mask=m_s, other=0.0) + b_key[:, None] * b_value[None, :]
+    tl.store(p_new_sums + o_s, b_sums, mask=m_s)
+    if tl.program_id(1) == 0:
+        tl.store(p_new_totals + o_f, b_totals, mask=m_f)
+    b_numerator += product(b_query, b_sums, "ieee")
+    b_total += tl.sum(b_query * b_totals[None, :], axis=1)
+    return b_numerator, b_total
+
+
+@triton.jit
+def step(
+    p_query, p_key, p_value, p_mask, p_count, p_scale, p_coefficients, p_out,
+    p_sums, p_totals, p_keys, p_values, p_new_sums, p_new_totals, p_new_keys, p_new_values,
+    stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, KEY_SCALE, num_features,
+    p_tiles, p_root, p_linear, p_degrees, p_first, NUM_TILES, num_groups,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, MAPS: tl.constexpr, HAS_MASK: tl.constexpr, IDENTITY: tl.constexpr,
+    QUADRATIC: tl.constexpr, DIM: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    ROWS: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """The sums after one token, and the outputs of the query heads of one key head."""
+    i_bh = tl.program_id(0)
+    i_b, i_h = i_bh // HEADS, i_bh % HEADS
+    i_map = 0 if MAPS == 1 else i_h
+    i_state = i_bh.to(tl.int64)
+    o_r, o_d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    o_v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    m_d, m_v, m_q = o_d < DIM, o_v < DV, o_r < GROUPS
+    p_sums += i_state * num_features * DV
+    p_new_sums += i_state * num_features * DV
+    p_totals += i_state * num_features
+    p_new_totals += i_state * num_features
+    p_tiles += i_map * NUM_TILES * BLOCK_D * GROUP
+    p_root += i_map * num_groups * GROUP
+    p_linear += i_map * BLOCK_D
+    constant, zeroth = tl.load(p_coefficients + 3 * i_map), tl.load(p_coefficients + 3 * i_map + 1)
+    slope = tl.load(p_coefficients + 3 * i_map + 2)
+    takes_part = tl.full([], 1, tl.int32)
+    if HAS_MASK:
+        takes_part = (tl.load(p_mask + i_b) != 0).to(tl.int32)
+    count = (tl.load(p_count + i_b) + takes_part).to(tl.float32)
+
+    # Queries and the key, scaled; zeros for a key that does not take part.
+    o_q = i_b.to(tl.int64) * stride_qb + (i_h * GROUPS + o_r).to(tl.int64)[:, None] * stride_qh + o_d[None, :]
+    b_q = tl.load(p_query + o_q, mask=m_q[:, None] & m_d[None, :], other=0.0).to(tl.float32)
+    b_q = b_q * tl.load(p_scale + i_h * GROUPS + o_r, mask=m_q, other=0.0)[:, None]
+    o_k = i_b.to(tl.int64) * stride_kb + i_h.to(tl.int64) * stride_kh
+    b_k = tl.load(p_key + o_k + o_d, mask=o_d < DIM * takes_part, other=0.0).to(tl.float32) * KEY_SCALE
+    o_w = i_b.to(tl.int64) * stride_vb + i_h.to(tl.int64) * stride_vh
+    b_value = tl.load(p_value + o_w + o_v, mask=o_v < DV * takes_part, other=0.0).to(tl.float32)
+    b_x = tl.where(o_r[:, None] == ROWS - 1, b_k[None, :], b_q)
+
+    b_numerator = tl.zeros([ROWS, BLOCK_V], tl.float32)
+    b_total = tl.zeros([ROWS], tl.float32)
+    if IDENTITY:
+        b_root = tl.load(p_linear + o_d)
+        b_numerator, b_total = _add_and_read(
+            b_x, b_root * b_root, b_value, o_d, m_d, p_sums, p_totals, p_new_sums, p_new_totals, b_numerator, b_total, o_v,
+            m_v, DV, ROWS,
+        )  # fmt: skip
+    first: tl.constexpr = IDENTITY * DIM
+    for i_group in range(num_groups):
+        o_g = i_group * GROUP + tl.arange(0, GROUP)
+        b_phi = monomials(
+            b_x, 1.0, i_group, p_tiles, p_degrees, p_first, QUADRATIC, ROWS, BLOCK_D, GROUP, "ieee"
+        )  # fmt: skip
+        b_weight = tl.load(p_root + o_g)
+        b_numerator, b_total = _add_and_read(
+            b_phi, b_weight * b_weight, b_value, first + o_g, first + o_g < num_features, p_sums, p_totals, p_new_sums,
+            p_new_totals, b_numerator, b_total, o_v, m_v, DV, ROWS,
+        )  # fmt: skip
+
+    b_keys = tl.load(p_keys + i_state * DIM + o_d, mask=m_d, other=0.0) + b_k
+    b_values = tl.load(p_values + i_state * DV + o_v, mask=m_v, other=0.0) + b_value
+    if tl.program_id(1) == 0:
+        tl.store(p_new_keys + i_state * DIM + o_d, b_keys, mask=m_d)
+    tl.store(p_new_values + i_state * DV + o_v, b_values, mask=m_v)
+    divisor = tl.maximum(count, 1.0)
+    b_exponent = slope * tl.sum(b_x * b_keys[None, :], axis=1) / divisor
+    b_floor = count * zeroth * tl.exp(tl.minimum(tl.maximum(b_exponent, LOWEST_EXPONENT), 0.0))
+    m_below = b_total + constant * count < b_floor
+    b_floored = tl.where(count > 0.0, tl.where(m_below, b_floor, b_total + constant * count), 1.0)
+    # The constant's weight, raised where the floor acts: see `causal`.
+    b_e = tl.where(m_below, (b_floor - b_total) / divisor, constant)
+    b_out = (b_numerator + b_e[:, None] * b_values[None, :]) / b_floored[:, None]
+    o_out = (i_bh * GROUPS + o_r).to(tl.int64)[:, None] * DV + o_v[None, :]
+    tl.store(p_out + o_out, b_out.to(p_out.dtype.element_ty), mask=m_q[:, None] & m_v[None, :])

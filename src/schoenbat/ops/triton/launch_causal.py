@@ -1,0 +1,244 @@
+"""Launch the kernels of causal attention; what holds for `launch` holds here."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+
+from schoenbat.ops.triton import causal
+from schoenbat.ops.triton.launch import (
+    SUM_ROWS,
+    Shape,
+    Tiles,
+    as_rows,
+    flat,
+    map_arguments,
+    per_map,
+    split,
+)
+from schoenbat.ops.triton.launch import tiles_for as bidirectional_tiles
+from schoenbat.ops.triton.plan import Plan
+
+
+def tiles_for(dtype: torch.dtype, block_d: int, block_v: int, quadratic: bool) -> Tiles:
+    """As in `launch`, but for pairs in float32, which spill kilobytes with one stage, and for wide heads.
+
+    With 128 rows the gradients of wide heads would not fit the shared memory.
+    """
+    if quadratic and dtype == torch.float32:
+        return Tiles(16, 8, 2)
+    tiles = bidirectional_tiles(dtype, block_d, block_v, quadratic)
+    return Tiles(64, 8, 2) if tiles.block == 128 else tiles
+
+
+def tiles_of_keys(tiles: Tiles) -> Tiles:
+    """For the gradients of keys: two programs must fit the shared memory of a multiprocessor."""
+    return tiles._replace(num_stages=min(tiles.num_stages, 2))
+
+
+class Axis(NamedTuple):
+    """How queries and keys lie on the axis of positions, and how it is cut."""
+
+    queries: int
+    keys: int
+    tiles: Tiles
+    chunk: int  # tiles to a chunk
+    num_tiles: int
+    segments: int
+    tiles_each: int  # tiles to a segment, whole chunks
+
+    @classmethod
+    def of(cls, queries: int, keys: int, shape: Shape, plan: Plan) -> "Axis":
+        """Chunks so long that all their sums take no more memory than query, key, value and output."""
+        tiles = tiles_for(shape.dtype, shape.block_d, shape.block_v, plan.quadratic)
+        chunk = triton.cdiv(
+            plan.num_features * shape.block_v, 2 * tiles.block * (shape.block_d + shape.block_v)
+        )
+        num_tiles = max(1, triton.cdiv(max(queries, keys), tiles.block))
+        programs = shape.batch * shape.heads * max(1, plan.num_groups)
+        segments, chunks_each = split(triton.cdiv(num_tiles, chunk), programs)
+        return cls(queries, keys, tiles, chunk, num_tiles, segments, chunk * chunks_each)
+
+    @property
+    def first_query(self) -> int:
+        return max(0, self.keys - self.queries)
+
+    @property
+    def first_key(self) -> int:
+        return max(0, self.queries - self.keys)
+
+    @property
+    def cut(self) -> tuple[int, int, int]:
+        return self.tiles_each, self.segments, self.num_tiles
+
+    def from_tile(self, position: int) -> tuple[int, ...]:
+        """What kernels that work on single tiles take, from the tile of a position on."""
+        tile = min(position // self.tiles.block, self.num_tiles - 1)
+        return self.queries, self.keys, self.first_query, self.first_key, tile, *self.cut
+
+    def programs(self, position: int, heads: int) -> tuple[int]:
+        return ((self.num_tiles - self.from_tile(position)[4]) * heads,)
+
+
+def sum_shapes(heads: int, axis: Axis, shape: Shape, plan: Plan) -> list[tuple[int, ...]]:
+    """Near sums, totals, sums of x and of rows; the same for what is far."""
+    features, chunks = plan.num_features, triton.cdiv(axis.num_tiles, axis.chunk)
+    near = (chunks, features, shape.block_v), (chunks, features)
+    near_rows = (axis.num_tiles, shape.block_d), (axis.num_tiles, shape.block_v)
+    return [(heads, *size) for size in (*near, *near_rows, *_segment_sizes(axis, shape, plan))]
+
+
+def _segment_sizes(axis: Axis, shape: Shape, plan: Plan) -> list[tuple[int, ...]]:
+    sizes = (plan.num_features, shape.block_v), (plan.num_features,), (shape.block_d,), (shape.block_v,)
+    return [(axis.segments, *size) for size in sizes]
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    plan: Plan,
+    coefficients: Tensor,
+    query_scale: Tensor,
+    key_scale: float,
+) -> list[Tensor]:
+    """Outputs; what the backward pass starts from: three values for each row, and the eight sums."""
+    shape = Shape.of(query, value)
+    q, k, v = as_rows(query), as_rows(key), as_rows(value)
+    axis = Axis.of(q.shape[-2], k.shape[-2], shape, plan)
+    sums = _sums(k, v, mask, None, shape, plan, axis, None, key_scale)
+    out = q.new_empty(*q.shape[:-1], shape.value_dim)
+    by_row = [q.new_empty(q.shape[:-1], dtype=torch.float32) for _ in range(3)]
+    if out.numel():
+        causal.read[axis.programs(axis.first_query, q.shape[0] * q.shape[1])](
+            *(q, k, v, flat(mask, k), _counts(mask, axis, k), query_scale),
+            *(per_map(coefficients, plan), out, *by_row, *sums),
+            *(
+                *q.stride()[:3],
+                *k.stride()[:3],
+                *v.stride()[:3],
+                *axis.from_tile(axis.first_query),
+                key_scale,
+            ),
+            *map_arguments(plan),
+            HEADS=q.shape[1],
+            GROUPS=shape.groups,
+            HAS_MASK=mask is not None,
+            CHUNK=axis.chunk,
+            **shape.constants(plan, axis.tiles),
+        )
+    return [out.view(*query.shape[:-1], shape.value_dim), *by_row, *sums]
+
+
+def attend_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    saved: Sequence[Tensor],  # what `attend` gave
+    plan: Plan,
+    coefficients: Tensor,
+    query_scale: Tensor,
+    key_scale: float,
+) -> list[Tensor]:
+    """Gradients of query, key, value and query_scale."""
+    shape, out, (inverse, constant, slope) = Shape.of(query, value), as_rows(saved[0]), saved[1:4]
+    q, k, v, g = as_rows(query), as_rows(key), as_rows(value), as_rows(grad.to(query.dtype))
+    axis, heads = Axis.of(q.shape[-2], k.shape[-2], shape, plan), q.shape[0] * q.shape[1]
+    if not q.numel():
+        return [torch.zeros_like(x) for x in (query, key, value, query_scale)]
+    shared = {
+        "HEADS": q.shape[1],
+        "GROUPS": shape.groups,
+        "HAS_MASK": mask is not None,
+        "CHUNK": axis.chunk,
+        **shape.constants(plan, axis.tiles),
+    }
+    strides = *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *g.stride()[:3]
+    grad_query = q.new_empty(q.shape)
+    to_total, to_mean = (torch.empty_like(inverse) for _ in range(2))
+    programs = axis.programs(axis.first_query, heads)
+    to_scale = inverse.new_empty(*q.shape[:2], programs[0] // heads)
+    causal.query_backward[programs](
+        *(q, k, v, flat(mask, k), _counts(mask, axis, k), query_scale),
+        *(per_map(coefficients, plan), g, out, inverse, constant, slope, *saved[4:]),
+        *(grad_query, to_total, to_mean, to_scale, *strides, *axis.from_tile(axis.first_query), key_scale),
+        *map_arguments(plan),
+        **shared,
+    )
+    by_row = [inverse, constant, to_total, to_mean]
+    sums = _sums(q, g, None, by_row, shape, plan, axis, query_scale, key_scale)
+    # Each query head gives a gradient to the key head it shares: added up afterwards, in float32.
+    dtype = q.dtype if shape.groups == 1 else torch.float32
+    grad_key, grad_value = (q.new_empty(*q.shape[:2], *x.shape[2:], dtype=dtype) for x in (k, v))
+    if k.numel():
+        causal.key_backward[axis.programs(axis.first_key, heads)](
+            *(q, k, v, flat(mask, k), query_scale, g, *by_row, *sums, grad_key, grad_value),
+            *(*strides, *axis.from_tile(axis.first_key), key_scale, *map_arguments(plan)),
+            **(shared | tiles_of_keys(axis.tiles).compilation),
+        )
+    to_keys = (_over_groups(x, like) for x, like in ((grad_key, key), (grad_value, value)))
+    return [grad_query.view(query.shape), *to_keys, to_scale.sum((0, 2)).view(query_scale.shape)]
+
+
+def _sums(
+    x: Tensor,
+    rows: Tensor,
+    mask: Tensor | None,
+    by_row: list[Tensor] | None,
+    shape: Shape,
+    plan: Plan,
+    axis: Axis,
+    query_scale: Tensor | None,
+    key_scale: float,
+) -> list[Tensor]:
+    """The eight sums over keys and values, or over queries and output gradients: see the kernels."""
+    heads, after = x.shape[0] * x.shape[1], by_row is not None
+    first, program_parts = axis.first_query if after else axis.first_key, 1 + plan.num_groups
+    sums = [
+        x.new_empty(size, dtype=x.dtype if i % 4 == 0 else torch.float32)
+        for i, size in enumerate(sum_shapes(heads, axis, shape, plan))
+    ]
+    parts = [x.new_empty(heads, *size, dtype=torch.float32) for size in _segment_sizes(axis, shape, plan)]
+    causal.accumulate[(program_parts * axis.segments * heads,)](
+        *(x, rows, flat(mask, x), x if query_scale is None else query_scale, *(by_row or (x, x, x, x))),
+        *(*sums[:4], *parts, *x.stride()[:3], *rows.stride()[:3], x.shape[-2], first, axis.first_key),
+        *(*axis.cut, key_scale, *map_arguments(plan)),
+        HEADS=x.shape[1],
+        GROUPS=shape.groups if after else 1,
+        HAS_MASK=mask is not None,
+        IS_QUERY=after,
+        PARTS=program_parts,
+        CHUNK=axis.chunk,
+        **shape.constants(plan, axis.tiles),
+    )
+    rows_each = min(SUM_ROWS, triton.next_power_of_2(max(16, plan.num_features)))
+    causal.scan[(heads, max(1, triton.cdiv(plan.num_features, rows_each)))](
+        *(*parts, *sums[4:], axis.first_key, *axis.cut, plan.num_features),
+        AFTER=after,
+        ROWS=rows_each,
+        BLOCK_D=shape.block_d,
+        BLOCK_V=shape.block_v,
+        BLOCK=axis.tiles.block,
+    )
+    return sums
+
+
+def _counts(mask: Tensor | None, axis: Axis, instead: Tensor) -> Tensor:
+    """How many keys each position sees, ``(B, N)``; without a mask the kernels know."""
+    if mask is None:
+        return instead
+    return F.pad(mask.flatten(1), (axis.first_key, 0)).cumsum(1, dtype=torch.int32)
+
+
+def _over_groups(grad: Tensor, like: Tensor) -> Tensor:
+    """``(B, H·G, n, c) -> (B, H, 1, n, c)``."""
+    batch, heads = like.shape[:2]
+    if grad.shape[1] == heads:
+        return grad.view(like.shape)
+    return grad.view(batch, heads, -1, *like.shape[3:]).sum(2, keepdim=True).to(like.dtype)

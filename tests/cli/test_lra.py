@@ -1,0 +1,123 @@
+"""`schoenbat lra train` as a user meets it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from schoenbat.cli import app
+from schoenbat.data import cache
+from schoenbat.data.arrays import consecutive
+from schoenbat.training.record import CHECKPOINT, LOG, RESULT, run_directory
+
+SMALL = ["--steps", "8", "--batch-size", "4", "--evaluate-every", "4"]
+
+
+@pytest.fixture
+def data(tmp_path):
+    """The Image task with 24 images of noise."""
+    rng = np.random.default_rng(0)
+    pixels, labels = rng.integers(0, 256, (24, 1024)).astype(np.uint8), rng.integers(0, 10, 24)
+    arrays = consecutive(pixels, np.full(24, 1024), labels, {"train": 16, "validation": 4, "test": 4})
+    cache.write(tmp_path / "data" / "image", arrays, {}, {})
+    return tmp_path / "data"
+
+
+def command(data, tmp_path, *arguments):
+    cell = ["lra", "train", "--task", "image", "--attention", "mean"]
+    return [*cell, "--data", str(data), "--out", str(tmp_path / "runs"), *arguments]
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "100"})
+
+
+def test_a_run_prints_and_writes_its_result(data, tmp_path):
+    result = invoke(*command(data, tmp_path, *SMALL, "--seed", "3"))
+    assert result.exit_code == 0, result.output
+    assert "test accuracy" in result.output
+    assert "ms a step" in result.output
+    directory = run_directory(tmp_path / "runs", "image", "mean", 3)
+    written = json.loads((directory / RESULT).read_text())
+    assert written["experiment"] == "lra-train"
+    assert written["options"]["protocol"]["batch_size"] == 4
+    (row,) = written["rows"]
+    assert (row["task"], row["seed"], row["steps"], row["timed_steps"]) == ("image", 3, 8, 0)
+    assert row["parameters"] > 0
+    assert (directory / LOG).exists()
+
+
+def test_a_complete_run_is_not_run_again_and_a_begun_one_not_overwritten(data, tmp_path):
+    arguments = command(data, tmp_path, *SMALL)
+    assert invoke(*arguments).exit_code == 0
+    again = invoke(*arguments, "--resume")
+    assert again.exit_code == 0
+    assert "this run is complete" in again.output
+    over = invoke(*arguments)
+    assert over.exit_code == 2
+    assert "--resume" in over.output
+
+
+def test_timing(data, tmp_path):
+    result = invoke(*command(data, tmp_path, "--batch-size", "2", "--timing"))
+    assert result.exit_code == 0, result.output
+    directory = run_directory(tmp_path / "runs", "image", "mean", 0, timing=True)
+    (row,) = json.loads((directory / RESULT).read_text())["rows"]
+    assert (row["timed_steps"], row["best"]) == (200, None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--task", "texts"], "unknown task 'texts'"),
+        (["--attention", "means"], "unknown attention 'means'"),
+        (["--task", "text"], "schoenbat data prepare text"),
+        (["--steps", "1"], "at least 2 steps"),
+        (["--precision", "8-bit"], "8-bit"),
+        (["--accelerator", "abacus"], "abacus"),
+    ],
+)
+def test_what_is_wrong_is_said(data, tmp_path, arguments, problem):
+    result = invoke(*command(data, tmp_path, *SMALL, *arguments))
+    assert result.exit_code == 2, result.output
+    assert problem in " ".join(result.output.replace("│", " ").split())
+    assert "Traceback" not in result.output
+
+
+def test_a_loss_that_is_not_finite_has_an_exit_code_of_its_own(data, tmp_path):
+    result = invoke(*command(data, tmp_path, *SMALL, "--learning-rate", "1e30", "--warmup", "1"))
+    assert result.exit_code == 3, result.output
+    assert "learning rate was" in result.output
+    assert not (run_directory(tmp_path / "runs", "image", "mean", 0) / RESULT).exists()
+
+
+def test_sigterm_saves_and_resume_completes(data, tmp_path):
+    arguments = command(data, tmp_path, "--steps", "3000", "--batch-size", "2", "--evaluate-every", "1000")
+    directory = run_directory(tmp_path / "runs", "image", "mean", 0)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "schoenbat.cli", *arguments], stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 120
+    while not ((directory / LOG).exists() and (directory / LOG).read_text()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    os.kill(process.pid, signal.SIGTERM)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert "continue with --resume" in stderr
+    assert (directory / CHECKPOINT).exists()
+    other = invoke(*arguments, "--resume", "--learning-rate", "1")
+    assert other.exit_code == 2
+    assert "other options" in " ".join(other.output.replace("│", " ").split())
+
+
+@pytest.mark.parametrize("name", ["train", "sweep", "table"])
+def test_help_shows_an_example(name):
+    result = invoke("lra", name, "--help")
+    assert result.exit_code == 0
+    assert f"Example: schoenbat lra {name}" in " ".join(result.output.split())

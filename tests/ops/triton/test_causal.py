@@ -1,0 +1,232 @@
+"""Causal attention by fused kernels: in the interpreter, and on a GPU if there is one."""
+
+import pytest
+import torch
+from ops.triton.specification import (
+    DEVICE,
+    DTYPES,
+    TOLERANCE,
+    assert_close_to_specification,
+    relative_error,
+)
+from oracle import gradients, make_map, rows
+
+from schoenbat import rmfa
+
+pytest.importorskip("triton")
+CONSTRUCTIONS = ["exact-low", "unbiased", "paper"]
+
+
+@pytest.fixture
+def few_programs(monkeypatch):
+    """Segments of several chunks, as long sequences have."""
+    from schoenbat.ops.triton import launch
+
+    monkeypatch.setattr(launch, "_PROGRAMS", 2)
+
+
+def draw(queries, keys, heads=1, key_heads=None, dim=16, value_dim=None, dtype=torch.float32, batch=1):
+    key_heads = key_heads or heads
+    shapes = (heads, queries, dim), (key_heads, keys, dim), (key_heads, keys, value_dim or dim)
+    return [rows(batch, *shape, seed=i, dtype=dtype) for i, shape in enumerate(shapes)]
+
+
+@pytest.mark.parametrize(
+    ("construction", "dtype", "length"),
+    [
+        ("exact-low", torch.float32, 70),
+        ("exact-low", torch.float16, 200),
+        ("unbiased", torch.float32, 63),
+        ("unbiased", torch.float16, 100),
+        ("paper", torch.float32, 17),
+        ("paper", torch.float16, 17),
+    ],
+)
+def test_matches_the_specification(few_programs, construction, dtype, length):
+    features = make_map(construction, 16, 40, dtype=torch.float32, device=DEVICE)
+    tensors = draw(length, length, dtype=dtype)
+    assert_close_to_specification(features, tensors, torch.tensor([1.3]), is_causal=True)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (17, 63), (63, 17)])
+def test_the_last_query_is_beside_the_last_key(queries, keys):
+    features = make_map("exact-low", 16, 40, dtype=torch.float32, device=DEVICE)
+    assert_close_to_specification(features, draw(queries, keys), torch.tensor([1.3]), is_causal=True)
+
+
+def test_masks_groups_and_maps_per_head(few_programs):
+    """A sequence that begins with masked keys, and one that has no others."""
+    features = make_map("exact-low", 16, 40, dtype=torch.float32, device=DEVICE, num_heads=2)
+    tensors = draw(24, 24, heads=4, key_heads=2, value_dim=20, batch=2)
+    mask = (torch.rand(2, 24, generator=torch.Generator().manual_seed(0)) > 0.4).to(DEVICE)
+    mask[0, :3], mask[1] = False, False
+    options = {"key_mask": mask, "enable_gqa": True, "is_causal": True}
+    assert_close_to_specification(features, tensors, torch.linspace(0.5, 3.0, 4), **options)
+
+
+def test_what_is_masked_may_be_nan():
+    features = make_map("exact-low", 16, 40, dtype=torch.float32, device=DEVICE)
+    tensors = [x.to(DEVICE) for x in draw(20, 20)]
+    mask = torch.ones(1, 20, dtype=torch.bool, device=DEVICE)
+    mask[:, :7] = False
+    for x in tensors[1:]:
+        x[..., :7, :] = torch.nan
+    inputs = [x.requires_grad_() for x in tensors]
+    options = {"key_mask": mask, "is_causal": True, "implementation": "triton"}
+    got, grads = gradients(lambda: rmfa(*inputs, features, **options), inputs)
+    later = [x[..., 7:, :].detach() for x in tensors]
+    torch.testing.assert_close(
+        got[..., 7:, :], rmfa(*later, features, is_causal=True, implementation="eager")
+    )
+    assert not got[..., :7, :].any()
+    assert all(grad.isfinite().all() for grad in grads)
+    assert not any(grad[..., :7, :].any() for grad in grads)
+
+
+@pytest.mark.parametrize(("head_dim", "value_dim", "num_features"), [(20, 24, 10), (5, 3, 2), (16, 16, 17)])
+def test_widths_that_divide_nothing(head_dim, value_dim, num_features):
+    """Projected linear features; few features; none but identities."""
+    features = make_map("exact-low", head_dim, num_features, dtype=torch.float32, device=DEVICE)
+    tensors = draw(20, 20, dim=head_dim, value_dim=value_dim)
+    assert_close_to_specification(features, tensors, torch.tensor([1.5]), is_causal=True)
+
+
+def test_an_active_floor_has_gradients(few_programs):
+    features = make_map("exact-low", 16, 40, dtype=torch.float32, device=DEVICE, scale=2.0)
+    query, key, value = draw(40, 40)
+    shift = rows(1, 1, 1, 16, seed=8, dtype=torch.float32)
+    assert_close_to_specification(
+        features, [query + shift, key - shift, value], torch.tensor([2.0]), is_causal=True
+    )
+
+
+def test_the_scale_may_be_zero():
+    features = make_map("unbiased", 16, 40, dtype=torch.float32, device=DEVICE)
+    assert_close_to_specification(features, draw(20, 20, heads=2), torch.tensor([0.0, 1.0]), is_causal=True)
+
+
+def test_large_values_stay_in_the_range_of_half_precision(few_programs):
+    """Sums of 300 values of 1,000 would not."""
+    features = make_map("exact-low", 16, 40, dtype=torch.float32, device=DEVICE)
+    query, key, value = (x.to(DEVICE) for x in draw(300, 300, dtype=torch.float16))
+    query, key = query[..., :1, :].expand(query.shape), query[..., :1, :].expand(key.shape)
+    inputs = [x.contiguous().requires_grad_() for x in (query, key, 1000 * value.abs())]
+    got, grads = gradients(lambda: rmfa(*inputs, features, is_causal=True, implementation="triton"), inputs)
+    exact_inputs = [x.detach().double().requires_grad_() for x in inputs]
+    right, right_grads = gradients(lambda: rmfa(*exact_inputs, features, is_causal=True), exact_inputs)
+    for a, b in zip([got, grads[2]], [right, right_grads[2]], strict=True):
+        assert relative_error(a, b) < TOLERANCE[torch.float16]
+    assert all(grad.isfinite().all() for grad in grads)
+
+
+def test_nothing_to_attend_to():
+    features = make_map("exact-low", 16, 40, dtype=torch.float32, device=DEVICE)
+    query, key, value = (x.to(DEVICE).requires_grad_() for x in draw(17, 1))
+    options = {"is_causal": True, "implementation": "triton"}
+    nothing = rmfa(query, key[..., :0, :], value[..., :0, :], features, **options)
+    assert torch.equal(nothing, torch.zeros_like(query))
+    assert rmfa(query[..., :0, :], key, value, features, **options).shape == (1, 1, 0, 16)
+    nothing.sum().backward()
+    assert not query.grad.any()
+
+
+def test_two_runs_are_bit_equal_and_inputs_need_not_be_contiguous():
+    features = make_map("exact-low", 16, 40, dtype=torch.float32, device=DEVICE)
+    tensors = [rows(1, 24, 2, 16, seed=i, dtype=torch.float32).to(DEVICE).transpose(1, 2) for i in range(3)]
+    tensors = [x.requires_grad_() for x in tensors]
+    call = lambda: rmfa(*tensors, features, is_causal=True, implementation="triton")  # noqa: E731
+    first, again = (gradients(call, tensors) for _ in range(2))
+    right = gradients(lambda: rmfa(*tensors, features, is_causal=True, implementation="eager"), tensors)
+    assert torch.equal(first[0], again[0])
+    assert all(torch.equal(a, b) for a, b in zip(first[1], again[1], strict=True))
+    torch.testing.assert_close(first, right)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim", "num_features", "tiles"),
+    [
+        (torch.bfloat16, 64, 128, 1),
+        (torch.bfloat16, 64, 512, 2),
+        (torch.bfloat16, 128, 256, 1),
+        (torch.float32, 16, 40, 2),
+    ],
+)
+def test_sums_take_no_more_memory_than_the_inputs(dtype, dim, num_features, tiles):
+    """The more features, the more tiles share a chunk; the last case is that of the tests above."""
+    from schoenbat.ops.triton.launch import Shape
+    from schoenbat.ops.triton.launch_causal import Axis, sum_shapes
+    from schoenbat.ops.triton.plan import make_plan
+
+    feature_map = make_map("exact-low", dim, num_features, dtype=torch.float32).map(torch.float32)
+    plan = make_plan(feature_map.blocks, feature_map.weight, dtype, dim)
+    query = torch.empty(4, 8, 1, 4096, dim, dtype=dtype, device="meta")
+    shape = Shape.of(query, query)
+    axis = Axis.of(4096, 4096, shape, plan)
+    near, *_ = sum_shapes(32, axis, shape, plan)
+    assert axis.chunk == tiles
+    assert torch.Size(near).numel() <= 4 * query.numel()
+
+
+def test_operator_is_well_formed():
+    from schoenbat.ops.triton import library
+    from schoenbat.ops.triton.plan import make_plan
+
+    feature_map = make_map("exact-low", 16, 40, dtype=torch.float32, device=DEVICE).map(torch.float32)
+    plan = make_plan(feature_map.blocks, feature_map.weight, torch.float32, 16)
+    x = [rows(1, 1, 1, 5, 16, seed=i, dtype=torch.float32).to(DEVICE).requires_grad_() for i in range(3)]
+    scale = torch.ones(1, 1, 1, 1, device=DEVICE, requires_grad=True)
+    arguments = (*x, None, plan.tensors, feature_map.coefficients, scale, plan.flags, 1.2)
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(library.attend_causal, arguments, test_utils=checks)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16])
+@pytest.mark.parametrize("construction", CONSTRUCTIONS)
+@pytest.mark.parametrize("length", [1, 63, 500, 1000, 4096, 16384 + 7])
+def test_matches_the_specification_on_a_gpu(dtype, construction, length):
+    features = make_map(construction, 64, 128, dtype=torch.float32, device=DEVICE)
+    tensors = draw(length, length, heads=4, dim=64, dtype=dtype)
+    mask = (torch.rand(1, length, generator=torch.Generator().manual_seed(0)) > 0.3).to(DEVICE)
+    options = {"key_mask": mask, "is_causal": True}
+    assert_close_to_specification(features, tensors, torch.linspace(0.5, 2.5, 4), "eager", **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("construction", ["exact-low", "unbiased"])
+@pytest.mark.parametrize(
+    ("head_dim", "value_dim", "num_features"),
+    [(16, 16, 64), (32, 48, 128), (128, 128, 256), (80, 128, 512), (64, 64, 512)],
+)
+def test_every_width_on_a_gpu(construction, head_dim, value_dim, num_features):
+    features = make_map(construction, head_dim, num_features, dtype=torch.float32, device=DEVICE)
+    shape = {"heads": 4, "key_heads": 2, "dim": head_dim, "value_dim": value_dim, "dtype": torch.bfloat16}
+    options = {"is_causal": True, "enable_gqa": True}
+    scale = torch.linspace(0.5, 2.5, 4)
+    assert_close_to_specification(features, draw(900, 1000, **shape), scale, "eager", **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("construction", ["exact-low", "unbiased"])
+def test_compiles_to_one_graph(construction):
+    features = make_map(construction, 64, 128, dtype=torch.float32, device=DEVICE)
+    tensors = [x.to(DEVICE).requires_grad_() for x in draw(500, 500, heads=4, dim=64, dtype=torch.bfloat16)]
+
+    def attend():
+        return rmfa(*tensors, features, is_causal=True, implementation="triton")
+
+    compiled = torch.compile(attend, fullgraph=True)
+    (got, got_grads), (right, right_grads) = (gradients(f, tensors) for f in (compiled, attend))
+    for a, b in zip([got, *got_grads], [right, *right_grads], strict=True):
+        assert relative_error(a, b) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.gpu
+def test_auto_does_not_take_the_kernels():
+    features = make_map("unbiased", 64, 128, dtype=torch.float32, device=DEVICE)
+    tensors = [x.to(DEVICE) for x in draw(300, 300, heads=2, dim=64, dtype=torch.bfloat16)]
+    auto, triton, eager = (
+        rmfa(*tensors, features, is_causal=True, implementation=name) for name in ("auto", "triton", "eager")
+    )
+    assert torch.equal(auto, eager)
+    assert not torch.equal(auto, triton)
