@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test lint types unit slow bench test-gpu bench-gpu clean
+.PHONY: help demo test lint types unit slow soak bench test-gpu bench-gpu clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -36,6 +36,9 @@ slow: $(READY)  ## the statistical tests that take minutes
 
 bench: $(READY)  ## speed on this machine's CPU, beside SDPA, into benchmarks/results/
 	$(BIN)/python benchmarks/cpu.py
+
+soak: $(READY)  ## kill and continue a sweep at random for ten minutes, then compare it with an undisturbed one
+	$(BIN)/python tests/soak.py
 
 test-gpu: $(READY)  ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu
