@@ -1,16 +1,21 @@
 """SchoenbAt, the attention module: pre-SBN, feature attention, post-SBN."""
 
+import copy
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from schoenbat import parallel
 from schoenbat.features import MaclaurinFeatures
 from schoenbat.functional import RMFAState, rmfa, rmfa_step
 from schoenbat.kernels import DotProductKernel
 from schoenbat.kernels import kernel as get_kernel
 from schoenbat.normalization import NORMALIZATIONS, PostSBN, PreSBN
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 FIRST_SCALE = 4.0
 _FIRST_SHARE_OF_RADIUS = 0.9
@@ -44,6 +49,9 @@ class SchoenbAt(nn.Module):
         seed: of the map. None draws one from torch's global generator.
         device: of parameters and map.
         dtype: of parameters; the map is float32 at least.
+        process_group: the ranks over which each sequence is split, as in `schoenbat.parallel.rmfa`; None for
+            whole sequences. It may be set later; it is shared by a copy and left out of what is saved. `step`
+            takes no notice of it.
 
     Example:
         >>> attention = SchoenbAt(head_dim=8, num_heads=4, num_features=64)
@@ -51,6 +59,8 @@ class SchoenbAt(nn.Module):
         >>> attention(q, k, v, key_mask=torch.ones(2, 10, dtype=torch.bool)).shape
         torch.Size([2, 4, 10, 8])
     """
+
+    process_group: "ProcessGroup | None" = None
 
     def __init__(
         self,
@@ -69,6 +79,7 @@ class SchoenbAt(nn.Module):
         seed: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        process_group: "ProcessGroup | None" = None,
     ) -> None:
         super().__init__()
         if normalization not in NORMALIZATIONS:
@@ -77,6 +88,8 @@ class SchoenbAt(nn.Module):
             )
         if isinstance(scale, str) and scale != "learned":
             raise ValueError(f"scale must be 'learned', a float or None, got {scale!r}")
+        self.process_group = process_group
+        self._check_group(normalization)
         self.num_heads = num_heads
         self.value_dim = head_dim if value_dim is None else value_dim
         self.always_causal = False
@@ -177,17 +190,18 @@ class SchoenbAt(nn.Module):
                 "normalization='batch' takes its statistics from the whole sequence and so leaks the future "
                 "into causal training; use normalization='token'"
             )
+        self._check_group(None if self.query_norm is None else self.query_norm.mode)
         query, key = self._normalize(query, key, query_mask, key_mask)
-        out = rmfa(
-            query,
-            key,
-            value,
-            self.features,
-            key_mask=key_mask,
-            is_causal=is_causal,
-            scale=self.scale,
-            enable_gqa=enable_gqa,
-        )
+        options: dict[str, Any] = {
+            "key_mask": key_mask,
+            "is_causal": is_causal,
+            "scale": self.scale,
+            "enable_gqa": enable_gqa,
+        }
+        if self.process_group is None:
+            out = rmfa(query, key, value, self.features, **options)
+        else:
+            out = parallel.rmfa(query, key, value, self.features, group=self.process_group, **options)
         return out if self.post is None else self.post(out)
 
     def step(
@@ -243,6 +257,27 @@ class SchoenbAt(nn.Module):
         if self.query_norm is None or self.key_norm is None:
             return query, key
         return self.query_norm(query, query_mask, track=track), self.key_norm(key, key_mask, track=track)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the group, which means nothing outside the processes that made it."""
+        return {name: value for name, value in vars(self).items() if name != "process_group"}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SchoenbAt":
+        """With the same group: layers that are copied split the same sequence."""
+        new = memo[id(self)] = type(self).__new__(type(self))
+        new.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        new.process_group = self.process_group
+        return new
+
+    def _check_group(self, normalization: str | None) -> None:
+        if self.process_group is None:
+            return
+        parallel.check_group(self.process_group)
+        if normalization == "batch":
+            raise ValueError(
+                "normalization='batch' takes its statistics from the whole sequence, of which a rank of the "
+                "process_group holds a shard; use normalization='token', 'l2' or None"
+            )
 
     def _check(self, query: Tensor, value: Tensor) -> None:
         if query.dim() < 3 or query.shape[-3] != self.num_heads:

@@ -35,7 +35,7 @@ _ATTENTIONS: dict[str, type[nn.Module]] = {
     "none": NoMixing,
 }
 # What the caller of build_attention gives, not the text.
-_GIVEN = {"self", "head_dim", "num_heads", "max_length", "device", "dtype"}
+_GIVEN = {"self", "head_dim", "num_heads", "max_length", "device", "dtype", "process_group"}
 _WORDS = {"true": True, "false": False, "none": None}
 
 
@@ -46,6 +46,18 @@ def attention_names() -> tuple[str, ...]:
     True
     """
     return tuple(_ATTENTIONS)
+
+
+def attention_options(name: str) -> tuple[str, ...]:
+    """The options that the attention ``name`` takes in `build_attention`.
+
+    >>> attention_options("softmax")
+    ('naive', 'qk_norm', 'dropout', 'causal')
+    """
+    if name not in _ATTENTIONS:
+        raise ValueError(f"unknown attention {name!r}; known are {', '.join(_ATTENTIONS)}")
+    parameters = inspect.signature(_ATTENTIONS[name]).parameters
+    return (*(option for option in parameters if option not in _GIVEN), "causal")
 
 
 def build_attention(text: str, head_dim: int, num_heads: int, max_length: int | None = None) -> nn.Module:
@@ -62,24 +74,23 @@ def build_attention(text: str, head_dim: int, num_heads: int, max_length: int | 
     Softmax(head_dim=32, num_heads=2)
     """
     name, _, option_text = text.partition(":")
-    if name not in _ATTENTIONS:
-        raise ValueError(f"unknown attention {name!r}; known are {', '.join(_ATTENTIONS)}")
+    options = _parse_options(name, option_text, attention_options(name))
     attention = _ATTENTIONS[name]
-    parameters = inspect.signature(attention).parameters
-    known = [option for option in parameters if option not in _GIVEN] + ["causal"]
-    options = _parse_options(name, option_text, known)
     causal = options.pop("causal", False)
     if not isinstance(causal, bool):
         raise ValueError(f"option causal of attention {name!r} is true or false, got {causal!r}")
-    if "max_length" in parameters:
+    if "max_length" in inspect.signature(attention).parameters:
         options["max_length"] = max_length
-    module = attention(head_dim, num_heads, **options)
+    try:
+        module = attention(head_dim, num_heads, **options)
+    except TypeError as error:
+        raise ValueError(f"attention {text!r}: {error}") from error
     if causal:
         module.register_forward_pre_hook(_make_causal, with_kwargs=True)
     return module
 
 
-def _parse_options(name: str, text: str, known: list[str]) -> dict[str, Any]:
+def _parse_options(name: str, text: str, known: tuple[str, ...]) -> dict[str, Any]:
     options: dict[str, Any] = {}
     for part in text.split(",") if text else []:
         option, equals, value = (piece.strip() for piece in part.partition("="))

@@ -42,7 +42,7 @@ def test_a_run_prints_and_writes_its_result(data, tmp_path):
     result = invoke(*command(data, tmp_path, *SMALL, "--seed", "3"))
     assert result.exit_code == 0, result.output
     assert "test accuracy" in result.output
-    assert "ms a step" in result.output
+    assert "too few steps to time" in result.output
     directory = run_directory(tmp_path / "runs", "image", "mean", 3)
     written = json.loads((directory / RESULT).read_text())
     assert written["experiment"] == "lra-train"
@@ -59,6 +59,9 @@ def test_a_complete_run_is_not_run_again_and_a_begun_one_not_overwritten(data, t
     again = invoke(*arguments, "--resume")
     assert again.exit_code == 0
     assert "this run is complete" in again.output
+    other = invoke(*arguments, "--resume", "--learning-rate", "1")
+    assert other.exit_code == 2
+    assert "learning_rate: 0.0001 there, 1.0 here" in " ".join(other.output.replace("│", " ").split())
     over = invoke(*arguments)
     assert over.exit_code == 2
     assert "--resume" in over.output

@@ -19,8 +19,7 @@ from schoenbat.report.lra import (
 )
 from schoenbat.report.paper import TASKS
 from schoenbat.report.results import write_results
-from schoenbat.training.record import Accuracy, RunRecord, run_directory
-from schoenbat.training.sweep import RunResult
+from schoenbat.training.record import Accuracy, RunRecord, RunResult, run_directory
 
 RECORD = RunRecord(
     task="text",

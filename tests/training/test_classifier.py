@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from schoenbat.registry import attention_names
+from schoenbat.registry import attention_names, attention_options
 from schoenbat.training.classifier import Classifier
 
 SIZES = {"vocab_size": 16, "num_classes": 10, "max_length": 24}
@@ -38,6 +38,21 @@ def test_every_parameter_learns(attention):
         if parameter.grad is None or not parameter.grad.isfinite().all()
     ]
     assert not idle
+
+
+@pytest.mark.parametrize("attention", attention_names())
+def test_what_is_drawn_at_random_differs_by_layer_and_by_seed(attention):
+    def drawn(seed):
+        torch.manual_seed(seed)
+        layers = Classifier(attention, **SIZES).layers
+        return [dict(layer.attention.named_buffers()) for layer in layers]
+
+    (first, second), (other, _) = drawn(0), drawn(1)
+    again, _ = drawn(0)
+    assert all(buffer.equal(again[name]) for name, buffer in first.items())
+    if "seed" in attention_options(attention):
+        for layer in (second, other):
+            assert any(not buffer.equal(layer[name]) for name, buffer in first.items())
 
 
 def test_the_published_sizes():

@@ -109,6 +109,23 @@ def test_a_run_stopped_at_any_step_ends_as_if_it_had_not_been(tmp_path, stop_at)
     assert (resumed.best, resumed.last) == (whole.best, whole.last)
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_between_two_steps_adds_nothing_to_the_log(tmp_path, monkeypatch, number):
+    options = tiny_options("mean", steps=20, evaluate_every=10, checkpoint_seconds=0.0)
+    save = Run.save
+
+    def save_and_stop(self):
+        save(self)
+        if self.step == 10:
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(Run, "save", save_and_stop)
+    with pytest.raises(Interrupted, match="after step 10") as stopped:
+        train(tiny_task(), options, tmp_path)
+    assert stopped.value.number == number
+    assert [line["step"] for line in read_log(tmp_path / LOG)] == [10, 10]  # training, validation
+
+
 def test_a_run_stopped_while_testing_tests_again(tmp_path, monkeypatch):
     options = tiny_options("mean", steps=20)
     evaluate = Run.evaluate

@@ -9,11 +9,13 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from schoenbat.training import sweep
+from schoenbat.training.protocol import Protocol
 from schoenbat.training.record import CHECKPOINT, LOG, RESULT
 from schoenbat.training.sweep import (
     DONE,
@@ -26,6 +28,7 @@ from schoenbat.training.sweep import (
     Skipped,
     Started,
     SweepOptions,
+    _last_words,
     is_done,
     parse_duration,
     parse_train_option,
@@ -39,7 +42,9 @@ TRAIN = """
 import json, os, signal, sys, time
 from pathlib import Path
 
-directory, task, attention, seed, timing, steps, mode = sys.argv[1:]
+directory, task, attention, seed, timing, protocol, mode = sys.argv[1:]
+protocol = json.loads(protocol)
+steps = protocol["steps"]
 directory = Path(directory)
 began = time.time()
 (directory / "pid").write_text(str(os.getpid()))
@@ -71,9 +76,8 @@ if mode != "nothing":
     row = dict(task=task, attention=attention, seed=int(seed), steps=int(steps), best=best, last=best,
         majority=0.5, parameters=10, seconds=1.0, timed_steps=10, peak_memory=None, devices=1, alone=True,
         data="d", revision=None)
-    options = dict(protocol=dict(steps=int(steps), batch_size=32, learning_rate=0.0001, hide_zeros=True))
     write(directory / "result.json", json.dumps(dict(experiment="lra-train", finished=str(time.time()),
-        machine=dict(device="toaster"), options=options, rows=[row])))
+        machine=dict(device="toaster"), options=dict(protocol=protocol), rows=[row])))
     (directory / "times").write_text(f"{began} {time.time()}")
 """
 
@@ -102,7 +106,7 @@ def stand_in(tmp_path):
                 "-S",
                 str(script),
                 *map(str, arguments),
-                str(options.steps(cell.task)),
+                json.dumps(asdict(Protocol.paper(cell.task, steps=options.steps(cell.task)))),
                 mode,
             ]
 
@@ -210,6 +214,26 @@ def test_everything_is_run_once(options, stand_in):
     assert [event.cell for event in kinds(events, Finished)] == chosen.cells
     again = list(sweep.run(chosen, stand_in(chosen)))
     assert again == [Skipped(cell, DONE) for cell in chosen.cells]
+
+
+def test_a_result_with_another_setting_than_the_published_one_is_not_the_one_asked_for(options, stand_in):
+    chosen = options()
+    cell = chosen.cells[0]
+    list(sweep.run(chosen, stand_in(chosen)))
+    path = cell.directory(chosen.out) / RESULT
+    path.write_text(path.read_text().replace('"batch_size": 32', '"batch_size": 4'))
+    assert not is_done(cell, chosen)
+    assert is_done(cell, options(train_options=(("steps", "100"), ("batch-size", "4"))))
+
+
+def test_a_cell_that_is_named_twice_is_run_once(options):
+    assert len(options(tasks=("text", "text"), attentions=("softmax", "softmax")).cells) == 1
+
+
+def test_the_panel_of_an_error_is_what_a_run_ended_with():
+    lines = ["Usage: ...", "╭─ Error ───╮", "│ Invalid   │", "│ value: 3  │", "╰───────────╯"]
+    assert _last_words(lines) == "Invalid value: 3"
+    assert _last_words(["warming up", "loss is NaN", ""]) == "loss is NaN"
 
 
 def test_a_result_of_other_options_is_neither_the_one_asked_for_nor_written_over(options, stand_in):

@@ -1,5 +1,6 @@
 """The commands around the Long Range Arena: train, sweep, table."""
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,23 +12,33 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from schoenbat.cli.sweep import app as sweep_app
 from schoenbat.cli.terminal import console, explained, given, print_files
-from schoenbat.training.record import CHECKPOINT, RESULT, TIMED_STEPS, WARM_STEPS, run_directory
+from schoenbat.training.record import (
+    CHECKPOINT,
+    EXPERIMENT,
+    RESULT,
+    TIMED_STEPS,
+    WARM_STEPS,
+    read_result,
+    run_directory,
+)
 
 if TYPE_CHECKING:
+    from schoenbat.data import Task
     from schoenbat.training.record import RunRecord
     from schoenbat.training.run import OnProgress, RunOptions
     from schoenbat.training.run import Progress as TrainingProgress
 
-# What a scheduler and a sweep tell endings apart by.
+# What a scheduler and a sweep tell this ending from others by.
 EXIT_NOT_FINITE = 3
-EXIT_INTERRUPTED = 143
+ACCELERATORS = ("auto", "cpu", "cuda")
+PRECISIONS = ("bf16-mixed", "32-true")
 
 app = typer.Typer(
     no_args_is_help=True, help="The Long Range Arena: train one attention on one task, or all on all."
 )
 app.add_typer(sweep_app)
 
-Optional = typer.Option(help="Default: the paper's protocol.", rich_help_panel="Protocol")
+ProtocolOption = typer.Option(help="Default: the paper's protocol.", rich_help_panel="Protocol")
 
 
 @app.command(
@@ -54,12 +65,12 @@ def train(
         bool | None,
         typer.Option("--compile/--no-compile", help="By torch.compile. Default: on one CUDA device."),
     ] = None,
-    steps: Annotated[int | None, Optional] = None,
-    batch_size: Annotated[int | None, Optional] = None,
-    learning_rate: Annotated[float | None, Optional] = None,
-    warmup: Annotated[int | None, Optional] = None,
-    evaluate_every: Annotated[int | None, Optional] = None,
-    dropout: Annotated[float | None, Optional] = None,
+    steps: Annotated[int | None, ProtocolOption] = None,
+    batch_size: Annotated[int | None, ProtocolOption] = None,
+    learning_rate: Annotated[float | None, ProtocolOption] = None,
+    warmup: Annotated[int | None, ProtocolOption] = None,
+    evaluate_every: Annotated[int | None, ProtocolOption] = None,
+    dropout: Annotated[float | None, ProtocolOption] = None,
     keep_zeros: Annotated[
         bool,
         typer.Option(
@@ -73,8 +84,8 @@ def train(
 
     Weights, optimizer and random state are saved every minute and at the end; a run that was killed continues
     with --resume. Loss and accuracies go to log.jsonl and, where installed, TensorBoard; the result, with all
-    that is needed to repeat it, to result.json. Exit code 3: a loss was NaN or infinite; 143: stopped by
-    SIGTERM after saving.
+    that is needed to repeat it, to result.json. Exit code 3: a loss was NaN or infinite; 143 and 130: stopped
+    by SIGTERM or Ctrl-C after saving.
     """
     from schoenbat.training.protocol import Protocol
     from schoenbat.training.run import RunOptions
@@ -106,25 +117,47 @@ def train(
             alone=not shared_device,
         )
         directory = run_directory(out, task, attention, seed, timing=timing)
-        if (directory / RESULT).exists() and resume:
-            console.print(f"{directory / RESULT} exists: this run is complete")
+        if resume and (directory / RESULT).exists():
+            _refuse_other_result(directory / RESULT, options)
+            console.print(f"{directory / RESULT} exists: this run is complete", soft_wrap=True)
             return
-        _train(options, data, directory, resume=resume)
+        loaded = _load(options, data, directory, resume=resume)
+    _train(options, loaded, directory, resume=resume)
 
 
-def _train(options: "RunOptions", data: Path, directory: Path, *, resume: bool) -> None:
+def _refuse_other_result(path: Path, options: "RunOptions") -> None:
+    from schoenbat.training.checkpoint import refuse_other_options
+
+    wanted = json.loads(json.dumps(options.identity))
+    saved = read_result(path).options
+    refuse_other_options(path, {name: saved.get(name) for name in wanted}, wanted)
+
+
+def _load(options: "RunOptions", data: Path, directory: Path, *, resume: bool) -> "Task":
+    """The task, once it is clear that the run can begin."""
     from schoenbat.data import load
-    from schoenbat.report.results import write_results
-    from schoenbat.training import run
-    from schoenbat.training.failure import NonFiniteError
-    from schoenbat.training.interruption import Interrupted
+    from schoenbat.registry import build_attention
 
+    for name, known in (("accelerator", ACCELERATORS), ("precision", PRECISIONS)):
+        if getattr(options, name) not in known:
+            raise ValueError(f"--{name} is one of {', '.join(known)}; got {getattr(options, name)!r}")
+    build_attention(options.attention, head_dim=32, num_heads=2, max_length=64)
     if (directory / CHECKPOINT).exists() and not resume and not options.timing:
         raise ValueError(
             f"{directory} holds a run that was begun before; continue it with --resume, choose another "
             "--out, or delete that directory"
         )
-    task = load(options.task, data, hide_zeros=options.protocol.hide_zeros)
+    directory.mkdir(parents=True, exist_ok=True)
+    return load(options.task, data, hide_zeros=options.protocol.hide_zeros)
+
+
+def _train(options: "RunOptions", task: "Task", directory: Path, *, resume: bool) -> None:
+    from schoenbat.report.results import write_results
+    from schoenbat.training import run
+    from schoenbat.training.checkpoint import CheckpointError
+    from schoenbat.training.failure import NonFiniteError
+    from schoenbat.training.interruption import Interrupted
+
     with _bar(options) as (bar, on_progress):
         try:
             record = run.train(task, options, directory, resume=resume, on_progress=on_progress)
@@ -135,16 +168,18 @@ def _train(options: "RunOptions", data: Path, directory: Path, *, resume: bool) 
         except Interrupted as stopped:
             bar.stop()
             typer.echo(f"{stopped}; continue with --resume", err=True)
-            raise typer.Exit(EXIT_INTERRUPTED) from None
+            raise typer.Exit(128 + stopped.number) from None
+        except (CheckpointError, ValueError) as error:
+            raise typer.BadParameter(str(error)) from error
     if record is not None:
-        write_results(directory / RESULT, "lra-train", options, [record], device=_device(options.accelerator))
+        write_results(directory / RESULT, EXPERIMENT, options, [record], device=_device(options.accelerator))
         _print(record, directory)
 
 
 def _device(accelerator: str) -> str:
     import torch
 
-    return "cuda" if accelerator in ("auto", "cuda", "gpu") and torch.cuda.is_available() else "cpu"
+    return "cuda" if accelerator in ("auto", "cuda") and torch.cuda.is_available() else "cpu"
 
 
 @contextmanager
@@ -160,7 +195,9 @@ def _bar(options: "RunOptions") -> "Iterator[tuple[Progress, OnProgress]]":
         console=console,
         disable=not is_first,
     )
-    total = WARM_STEPS + TIMED_STEPS if options.timing else options.protocol.steps
+    total = options.protocol.steps
+    if options.timing:
+        total = min(total, WARM_STEPS + TIMED_STEPS)
     task = bar.add_task(f"{options.task}, {options.attention}", total=total, status="")
     shown: dict[str, str] = {}
 
@@ -192,9 +229,8 @@ def _print(record: "RunRecord", directory: Path) -> None:
     if record.citations is not None:
         console.print(f"knowing only how often a paper is cited: {record.citations:.2%}", highlight=False)
     memory = "" if record.peak_memory is None else f", {record.peak_memory / 2**20:,.0f} MiB at the peak"
-    console.print(
-        f"{record.step_seconds * 1e3:.2f} ms a step over {record.timed_steps:,} steps{memory}, "
-        f"{record.parameters:,} parameters",
-        highlight=False,
-    )
+    time = "too few steps to time"
+    if record.step_seconds is not None:
+        time = f"{record.step_seconds * 1e3:.2f} ms a step over {record.timed_steps:,} steps"
+    console.print(f"{time}{memory}, {record.parameters:,} parameters", highlight=False)
     print_files([directory / RESULT])

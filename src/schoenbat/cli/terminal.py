@@ -66,5 +66,5 @@ def explained() -> Iterator[None]:
         yield
     except typer.Exit:
         raise
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, OSError) as error:
         raise typer.BadParameter(str(error)) from error

@@ -118,6 +118,6 @@ def train_one(
         parameters=record.parameters,
         accuracy=history[-1].accuracy,
         majority=record.majority,
-        seconds=record.step_seconds * record.steps,
+        seconds=(record.step_seconds or 0.0) * record.steps,
         history=history,
     )

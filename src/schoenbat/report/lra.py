@@ -12,8 +12,8 @@ from rich.table import Table
 
 from schoenbat.registry import attention_names
 from schoenbat.report.paper import TASKS, printed
-from schoenbat.training.record import RESULT
-from schoenbat.training.sweep import RunResult, read_result
+from schoenbat.training.record import RESULT, RunResult, read_result
+from schoenbat.training.sweep import OF_WHOLE_RUNS
 
 NAIVE, SDPA = "softmax:naive=true", "softmax"
 """The attentions that times are divided by."""
@@ -172,8 +172,7 @@ def _settings(run: RunResult) -> str:
     settings = {name: value for name, value in run.settings.items() if name not in _NOT_SETTINGS}
     settings |= {"steps": run.record.steps, "data": run.record.data}
     if run.timing:
-        # How many steps there would have been changes nothing of a step.
-        del settings["steps"]
+        settings = {name: value for name, value in settings.items() if name not in OF_WHOLE_RUNS}
     return json.dumps(settings, sort_keys=True, default=str)
 
 
@@ -267,7 +266,8 @@ def _time_over(timing: RunResult | None, reference: RunResult | None) -> float |
     """None too where the two were not run alike."""
     if timing is None or reference is None or _settings(timing) != _settings(reference):
         return None
-    return timing.record.step_seconds / reference.record.step_seconds
+    own, others = timing.record.step_seconds, reference.record.step_seconds
+    return own / others if own and others else None
 
 
 def _averages(rows: Sequence[LraRow]) -> Iterator[LraRow]:

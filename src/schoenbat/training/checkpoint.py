@@ -2,12 +2,15 @@
 
 import os
 import pickle
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric import Fabric
 from torch import Tensor
+
+from schoenbat.training.record import flattened
 
 
 class CheckpointError(RuntimeError):
@@ -17,9 +20,10 @@ class CheckpointError(RuntimeError):
 def save(path: Path, state: dict[str, Any]) -> None:
     """Write ``state`` (tensors in plain containers) to ``path``."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.part")
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+    temporary = Path(name)
     try:
-        with temporary.open("wb") as file:
+        with os.fdopen(handle, "wb") as file:
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
@@ -46,15 +50,16 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def refuse_other_options(path: Path, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Raise where a checkpoint was made with other options than those now asked for."""
+    """Raise where a run was made with other options than those now asked for."""
+    there, here = flattened(saved), flattened(wanted)
     differences = [
-        f"{name}: {saved.get(name)!r} there, {wanted.get(name)!r} here"
-        for name in dict.fromkeys([*saved, *wanted])
-        if saved.get(name) != wanted.get(name)
+        f"{name}: {there.get(name)!r} there, {here.get(name)!r} here"
+        for name in dict.fromkeys([*there, *here])
+        if there.get(name) != here.get(name)
     ]
     if differences:
         raise CheckpointError(
-            f"checkpoint {path} was made with other options ({'; '.join(differences)}); use the same ones, "
+            f"{path} was made with other options ({'; '.join(differences)}); use the same ones, "
             "or another --out, or delete it"
         )
 

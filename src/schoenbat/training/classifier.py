@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from schoenbat.registry import build_attention
+from schoenbat.registry import attention_options, build_attention
 
 
 class Classifier(nn.Module):
@@ -53,7 +53,7 @@ class Classifier(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.layers = nn.ModuleList(
             Layer(
-                build_attention(_with_dropout(attention, dropout), dim // num_heads, num_heads, max_length),
+                build_attention(_completed(attention, dropout), dim // num_heads, num_heads, max_length),
                 dim,
                 num_heads,
                 hidden_dim,
@@ -123,9 +123,17 @@ class Layer(nn.Module):
         return self.output(mixed.transpose(-3, -2).flatten(-2))
 
 
-def _with_dropout(attention: str, rate: float) -> str:
-    """Softmax attention alone has weights that can be dropped; a rate of its own comes first."""
-    name, _, options = attention.partition(":")
-    if name != "softmax" or "dropout=" in options:
-        return attention
-    return f"{name}:{options}{',' if options else ''}dropout={rate}"
+def _completed(attention: str, dropout: float) -> str:
+    """The text of an attention with what a layer adds to it, unless it says so itself.
+
+    That is the rate at which weights are dropped, which softmax attention alone has, and the seed of what is
+    drawn at random: every layer draws its own from torch's global generator.
+    """
+    name, _, text = attention.partition(":")
+    parts = [text] if text else []
+    known = attention_options(name)
+    if "dropout" in known and "dropout=" not in text:
+        parts.append(f"dropout={dropout}")
+    if "seed" in known and "seed=" not in text:
+        parts.append(f"seed={int(torch.randint(2**31, ()))}")
+    return f"{name}:{','.join(parts)}" if parts else name

@@ -28,7 +28,7 @@ def accuracy(
     # Every batch is full, so that no shape is new: the last one begins again at the front, uncounted.
     for start in range(fabric.global_rank * batch_size, len(split), fabric.world_size * batch_size):
         if stop:
-            raise Interrupted(f"stopped while testing, at example {start:,} of {len(split):,}")
+            raise Interrupted(f"stopped while testing, at example {start:,} of {len(split):,}", stop.number)
         index = start + inside
         batch = split.batch(index % len(split))
         answers = model(batch.tokens, batch.mask).argmax(-1)

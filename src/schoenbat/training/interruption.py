@@ -7,27 +7,36 @@ from typing import Any
 
 
 class Interrupted(Exception):  # noqa: N818 - not an error: the run was asked to stop
-    """The run was asked to stop, and what it has done is saved."""
+    """The run was asked to stop by the signal ``number``, and what it has done is saved."""
+
+    def __init__(self, message: str, number: int | None) -> None:
+        super().__init__(message)
+        # A device whose neighbour got the signal knows of no number.
+        self.number = number or signal.SIGTERM
 
 
 class StopRequest:
-    """False until SIGTERM arrives while `listening`."""
+    """False until SIGTERM or SIGINT (Ctrl-C) arrives while `listening`."""
 
     def __init__(self) -> None:
-        self._arrived = False
+        self.number: int | None = None
 
     def __bool__(self) -> bool:
-        return self._arrived
+        return self.number is not None
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """While inside, SIGTERM does not end the process but is noted."""
+        """While inside, such a signal does not end the process but is noted; only a second Ctrl-C ends it."""
+        before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
         def note(number: int, frame: Any) -> None:
-            self._arrived = True
+            self.number = number
+            signal.signal(signal.SIGINT, before[signal.SIGINT])
 
-        before = signal.signal(signal.SIGTERM, note)
+        for number in before:
+            signal.signal(number, note)
         try:
             yield
         finally:
-            signal.signal(signal.SIGTERM, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)

@@ -57,4 +57,4 @@ def _board(directory: Path, step: int) -> Any | None:
     except ImportError:
         return None
     # What an interrupted run wrote after its checkpoint is hidden from here on.
-    return SummaryWriter(str(directory), purge_step=step + 1 if step else None)
+    return SummaryWriter(str(directory), purge_step=step + 1)

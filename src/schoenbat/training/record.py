@@ -1,10 +1,14 @@
 """What one training run leaves behind: where its files are, and the row of its result file."""
 
+import json
 import re
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+EXPERIMENT = "lra-train"
 RESULT = "result.json"
 CHECKPOINT = "checkpoint.pt"
 LOG = "log.jsonl"
@@ -25,8 +29,8 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The row of a result file. Times and memory are those of training steps: warm-up, compilation and
-    evaluations are left out."""
+    """The row of a result file. Times are those of training steps, without warm-up, compilation and
+    evaluations; memory is without evaluations and data."""
 
     task: str
     attention: str
@@ -54,9 +58,33 @@ class RunRecord:
     citations: float | None = None
     """In Retrieval, the accuracy on test of knowing only how often the second paper is cited."""
 
+    captured: bool = False
+    """Whether a CUDA graph ran the steps."""
+
     @property
-    def step_seconds(self) -> float:
-        return self.seconds / max(1, self.timed_steps)
+    def step_seconds(self) -> float | None:
+        """None for a run that was over before the warm-up."""
+        return self.seconds / self.timed_steps if self.timed_steps else None
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """A run's result file."""
+
+    record: RunRecord
+    options: Mapping[str, Any]
+    device: str
+    finished: str
+
+    @property
+    def timing(self) -> bool:
+        """Whether the run was only timed."""
+        return self.record.best is None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The options by name, those that are grouped under a name of their own too."""
+        return flattened(self.options)
 
 
 def run_directory(out: Path, task: str, attention: str, seed: int, *, timing: bool = False) -> Path:
@@ -80,3 +108,29 @@ def revision() -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return revision.strip() + ("+" if changes else "")
+
+
+def read_result(path: Path) -> RunResult:
+    """The run that left the result file ``path``; ValueError where it is no such file or is damaged."""
+    try:
+        results = json.loads(path.read_text(encoding="utf-8"))
+        if results["experiment"] != EXPERIMENT:
+            raise ValueError(f"its experiment is {results['experiment']!r}, not {EXPERIMENT!r}")
+        (row,) = results["rows"]
+        accuracies = {name: Accuracy(**row[name]) if row[name] else None for name in ("best", "last")}
+        record = RunRecord(**{**row, **accuracies})
+        return RunResult(record, dict(results["options"]), results["machine"]["device"], results["finished"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not the result of a run: {error!r}") from error
+
+
+def flattened(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options by name, those inside of others too.
+
+    >>> flattened({"seed": 0, "protocol": {"steps": 10}})
+    {'seed': 0, 'steps': 10}
+    """
+    flat: dict[str, Any] = {}
+    for name, value in options.items():
+        flat |= flattened(value) if isinstance(value, Mapping) else {name: value}
+    return flat

@@ -47,7 +47,7 @@ class RunOptions:
     @property
     def identity(self) -> dict[str, Any]:
         """What a checkpoint must agree in with the run that continues from it."""
-        kept = {"task", "attention", "seed", "protocol", "devices", "report_every"}
+        kept = {"task", "attention", "seed", "protocol", "devices", "precision", "compiled", "report_every"}
         return {name: value for name, value in asdict(self).items() if name in kept}
 
 
@@ -116,6 +116,7 @@ class Run:
         self.protocol = options.protocol
         self.directory, self.checkpoint = directory, directory / CHECKPOINT
         self.step, self.best, self.best_weights = 0, None, None  # type: int, Accuracy | None, dict | None
+        self.validation = float("nan")
         self.seconds, self.timed_steps, self.peak_memory = 0.0, 0, 0
         self.stop = StopRequest()
         self.log: RunLog | None = None
@@ -178,8 +179,9 @@ class Run:
         self.model.train()
         while self.step < end:
             goal = self._next_stop(first, end)
+            before = self.step
             self.advance(goal, timed=self.step >= first + WARM_STEPS)
-            if not self.options.timing:
+            if self.step > before and not self.options.timing:
                 self._report_and_validate(end)
             if self._asked_to_stop():
                 self._interrupt()
@@ -233,7 +235,7 @@ class Run:
             )
 
     def _validate(self) -> None:
-        validation = self.evaluate("validation")
+        validation = self.validation = self.evaluate("validation")
         self.on_progress(Progress(self.step, validation=validation))
         if self.log is not None:
             self.log.write(step=self.step, validation=validation)
@@ -243,6 +245,8 @@ class Run:
 
     def evaluate(self, split: str, stop: StopRequest | None = None) -> float:
         """The share of right answers on a split."""
+        # Of several devices none may leave the others waiting.
+        stop = stop if self.fabric.world_size == 1 else None
         return accuracy(self.fabric, self.model, self.splits[split], self.protocol.batch_size, stop)
 
     def _asked_to_stop(self) -> bool:
@@ -251,7 +255,7 @@ class Run:
     def _interrupt(self) -> None:
         if not self.options.timing:
             self.save()
-        raise Interrupted(f"stopped after step {self.step}")
+        raise Interrupted(f"stopped after step {self.step}", self.stop.number)
 
     def _save_if_due(self, end: int) -> None:
         due = time.monotonic() - self._saved_at > self.options.checkpoint_seconds or self.step == end
@@ -273,6 +277,7 @@ class Run:
                 "random_states": random_states,
                 "best": None if self.best is None else asdict(self.best),
                 "best_weights": self.best_weights,
+                "validation": self.validation,
                 "seconds": self.seconds,
                 "timed_steps": self.timed_steps,
                 "peak_memory": self.peak_memory,
@@ -295,6 +300,7 @@ class Run:
         self.training_step.restore(state["counters"])
         self.best = None if state["best"] is None else Accuracy(**state["best"])
         self.best_weights = state["best_weights"]
+        self.validation = state["validation"]
         self.seconds, self.timed_steps = state["seconds"], state["timed_steps"]
         self.peak_memory = state["peak_memory"]
         checkpoint.set_random_state(self.fabric, state["random_states"])
@@ -303,11 +309,12 @@ class Run:
         """Test the last and the best model, and sum up."""
         best = last = None
         if not self.options.timing and self.best is not None and self.best_weights is not None:
-            last = Accuracy(
-                self.step, self.evaluate("validation", self.stop), self.evaluate("test", self.stop)
-            )
-            self.module.load_state_dict(self.best_weights)
-            best = replace(self.best, test=self.evaluate("test", self.stop))
+            last = Accuracy(self.step, self.validation, self.evaluate("test", self.stop))
+            if self.best.step == self.step:
+                best = last
+            else:
+                self.module.load_state_dict(self.best_weights)
+                best = replace(self.best, test=self.evaluate("test", self.stop))
         memory = self.peak_memory - self.data_memory if self.fabric.device.type == "cuda" else None
         labels = torch.from_numpy(self.task.test.labels.copy())
         return RunRecord(
@@ -327,6 +334,7 @@ class Run:
             data=self.task.fingerprint,
             revision=revision(),
             citations=self._citation_floor(),
+            captured=self.training_step.captured,
         )
 
     def _citation_floor(self) -> float | None:

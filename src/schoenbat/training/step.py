@@ -3,6 +3,7 @@
 Which batch and which learning rate come next stand in tensors; nothing is read back while steps run.
 """
 
+import warnings
 from typing import Any, NamedTuple
 
 import torch
@@ -155,7 +156,7 @@ class TrainingStep:
         except RuntimeError as error:
             # Some attentions read a number back from the device; they run one kernel at a time.
             self.captures = False
-            self.why_not_captured = str(error).splitlines()[0]
+            warnings.warn(f"steps run without a CUDA graph: {str(error).splitlines()[0]}", stacklevel=2)
             torch.cuda.synchronize()
             return
         self._graph = graph

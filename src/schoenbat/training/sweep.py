@@ -5,7 +5,6 @@ a cell with a checkpoint is continued, so a sweep may be ended at any moment, in
 """
 
 import fcntl
-import json
 import math
 import os
 import re
@@ -14,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -22,9 +21,8 @@ from typing import IO, Any
 from schoenbat.registry import build_attention
 from schoenbat.training.log import read_log
 from schoenbat.training.protocol import Protocol
-from schoenbat.training.record import CHECKPOINT, LOG, RESULT, Accuracy, RunRecord, run_directory
+from schoenbat.training.record import CHECKPOINT, LOG, RESULT, RunResult, read_result, run_directory
 
-EXPERIMENT = "lra-train"
 LOCK = ".lock"
 STDERR = "stderr.txt"
 GRACE = 20.0
@@ -39,6 +37,8 @@ _FLAGS = {
     "no-compile": ("compiled", "false"),
     "keep-zeros": ("hide_zeros", "false"),
 }
+# What changes nothing of a single step.
+OF_WHOLE_RUNS = ("steps", "warmup", "evaluate_every", "learning_rate", "select_after")
 _POLL = 0.05
 _REPORT = 1.0
 _STDERR_LINES = 40
@@ -97,10 +97,7 @@ class SweepOptions:
         for task in self.tasks:
             self.steps(task)
         for attention in self.attentions:
-            try:
-                build_attention(attention, head_dim=32, num_heads=2, max_length=64)
-            except TypeError as error:
-                raise ValueError(f"attention {attention!r}: {error}") from error
+            build_attention(attention, head_dim=32, num_heads=2, max_length=64)
         for name, _ in self.train_options:
             if name in _OWN_OPTIONS:
                 raise ValueError(f"train option {name!r} is the sweep's own to set; leave it out")
@@ -129,29 +126,9 @@ class SweepOptions:
         return [
             Cell(task, attention, seed, self.timing)
             for seed in range(1 if self.timing else self.seeds)
-            for task in self.tasks
-            for attention in self.attentions
+            for task in dict.fromkeys(self.tasks)
+            for attention in dict.fromkeys(self.attentions)
         ]
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """A run's result file."""
-
-    record: RunRecord
-    options: Mapping[str, Any]
-    device: str
-    finished: str
-
-    @property
-    def timing(self) -> bool:
-        """Whether the run was only timed."""
-        return self.record.best is None
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The options by name, those that are grouped under a name of their own too."""
-        return _flattened(self.options)
 
 
 @dataclass(frozen=True)
@@ -257,20 +234,6 @@ def train_command(cell: Cell, options: SweepOptions) -> list[str]:
     return command
 
 
-def read_result(path: Path) -> RunResult:
-    """The run that left the result file ``path``; ValueError where it is no such file or is damaged."""
-    try:
-        results = json.loads(path.read_text(encoding="utf-8"))
-        if results["experiment"] != EXPERIMENT:
-            raise ValueError(f"its experiment is {results['experiment']!r}, not {EXPERIMENT!r}")
-        (row,) = results["rows"]
-        accuracies = {name: Accuracy(**row[name]) if row[name] else None for name in ("best", "last")}
-        record = RunRecord(**{**row, **accuracies})
-        return RunResult(record, dict(results["options"]), results["machine"]["device"], results["finished"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not the result of a run: {error!r}") from error
-
-
 def is_done(cell: Cell, options: SweepOptions) -> bool:
     """Whether the cell has a readable result that was trained with what the sweep asks for."""
     try:
@@ -346,8 +309,15 @@ class _Process:
         if code == 0 and is_done(self.cell, options):
             return Finished(self.cell, time.monotonic() - self.began)
         ending = f"exit code {code}" if code else "no result that agrees with its options"
-        last = next((line.strip() for line in reversed(lines) if line.strip()), "nothing on stderr")
-        return Failed(self.cell, f"{ending}: {last}", self.stderr)
+        return Failed(self.cell, f"{ending}: {_last_words(lines)}", self.stderr)
+
+
+def _last_words(lines: list[str]) -> str:
+    """What a run ended with: its last line, or all lines of the panel that the command line drew last."""
+    if not any(line.startswith("╰") for line in lines):
+        return next((line.strip() for line in reversed(lines) if line.strip()), "nothing on stderr")
+    start = max(place for place, line in enumerate(lines) if line.startswith("╭"))
+    return " ".join(line.strip("│ ") for line in lines[start:] if line.startswith("│"))
 
 
 def _start(cell: Cell, options: SweepOptions, command: Command | None) -> "_Process | Skipped | Failed":
@@ -438,21 +408,17 @@ def _disagreement(result: RunResult, cell: Cell, options: SweepOptions) -> str |
     for name, value in options.train_options:
         known, value = _FLAGS.get(name, (name.replace("-", "_"), value))
         wanted[known] = value
-    wanted["steps"] = str(options.steps(cell.task))
+    # What was not given is as published.
+    for name, value in asdict(Protocol.paper(cell.task, steps=options.steps(cell.task))).items():
+        if not isinstance(value, tuple):
+            wanted.setdefault(name, str(value))
     if cell.timing:
         # A run that is timed does not take all its steps.
-        del wanted["steps"]
-    for name in wanted.keys() & recorded.keys():
-        if not _same_value(recorded[name], wanted[name]):
+        wanted = {name: value for name, value in wanted.items() if name not in OF_WHOLE_RUNS}
+    for name in wanted:
+        if name in recorded and not _same_value(recorded[name], wanted[name]):
             return f"{name} {recorded[name]}, not {wanted[name]}"
     return None
-
-
-def _flattened(options: Mapping[str, Any]) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in options.items():
-        flat |= _flattened(value) if isinstance(value, Mapping) else {name: value}
-    return flat
 
 
 def _same_value(recorded: Any, text: str) -> bool:

@@ -1,0 +1,219 @@
+"""One sequence split over the ranks of a process group: only sums of fixed size travel, whatever its length.
+
+Each rank holds a contiguous shard, in the order of the ranks. What the others need of it is its `RMFAState`:
+``Σφ(k)vᵀ, Σφ(k), Σk, Σv`` for each key head and the count of its keys. Bidirectional attention reads the sum
+of all states; causal attention goes on from the sum of the states of the ranks before.
+"""
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from schoenbat.features import MaclaurinFeatures
+from schoenbat.functional import RMFAState, rmfa_step
+from schoenbat.functional import rmfa as rmfa_on_one_rank
+from schoenbat.inputs import arrange
+from schoenbat.ops import dispatch
+
+if TYPE_CHECKING:  # not there where torch is built without torch.distributed
+    from torch.distributed import ProcessGroup
+
+
+def rmfa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    features: MaclaurinFeatures,
+    *,
+    group: "ProcessGroup",
+    key_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | Tensor | None = None,
+    enable_gqa: bool = False,
+    implementation: str = "auto",
+) -> Tensor:
+    """`schoenbat.rmfa` of one sequence whose shards lie on the ranks of a group, one after the other.
+
+    With ``S_r = Σ over the keys of rank r``, a rank reads ``Σ_r S_r`` with its queries (one all-reduce), or,
+    causally, scans its shard from ``Σ_{p < r} S_p`` (one all-gather, added up in the order of the ranks).
+    Both hand over ``F·d_v + F + d + d_v`` numbers for each batch row and key head, F < D the features without
+    the constant, in float32 at least, and the counts as int64 beside them; the backward pass as many numbers
+    again, without the counts. None of it depends on the length.
+
+    Every rank calls it with the same map and scale, and with shards that agree in all but their length. What
+    requires a gradient on one rank does on all, and all of them call backward, one that has no loss of its
+    own from zero times its output: a rank that stays away leaves the others waiting.
+
+    The gradients are those of the sum of all ranks' losses. Query, key and value get theirs whole; map and
+    scale, of which each rank has a copy, get a part on each rank, and the sum over the ranks is the gradient.
+    Where data parallelism averages instead, multiply by the group's size.
+
+    Differentiable once. A group of one rank is the plain call.
+
+    Args:
+        query: ``(..., H, n_q, d)``, this rank's shard; the lengths may differ from rank to rank and be 0.
+        key: ``(..., H, n_k, d)``, likewise.
+        value: ``(..., H, n_k, d_v)``, likewise.
+        features: the map, the same on all ranks.
+        group: the ranks that share the sequence, ``torch.distributed.group.WORLD`` for all there are.
+        key_mask: bool ``(..., n_k)``, **True = takes part**, of this rank's keys; other ranks may have none.
+        is_causal: a query sees the keys up to its own position; each shard has as many queries as keys.
+        scale: as in `schoenbat.rmfa`.
+        enable_gqa: as in `schoenbat.rmfa`.
+        implementation: ``"auto"`` or ``"eager"``.
+
+    Returns:
+        ``(..., H, n_q, d_v)``, this rank's shard of the output.
+
+    Example:
+        A group of one process; ``torchrun`` starts more.
+
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> features = MaclaurinFeatures(8, 64, seed=0)
+        >>> q, k, v = torch.randn(3, 2, 4, 10, 8).unbind()
+        >>> rmfa(q, k, v, features, group=dist.group.WORLD, is_causal=True).shape
+        torch.Size([2, 4, 10, 8])
+        >>> dist.destroy_process_group()
+    """
+    check_group(group)
+    if group.size() == 1:
+        return rmfa_on_one_rank(
+            query,
+            key,
+            value,
+            features,
+            key_mask=key_mask,
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+            implementation=implementation,
+        )
+    # Every check of a shard comes before the first message: the other ranks would wait for one that raises.
+    inputs = arrange(query, key, value, key_mask, enable_gqa)
+    _check_implementation(implementation, query)
+    if is_causal and query.shape[-2] != key.shape[-2]:
+        raise ValueError(
+            "causal attention over ranks needs as many queries as keys in each shard, rank "
+            f"{group.rank()} has {query.shape[-2]} and {key.shape[-2]}; cut both at the same positions"
+        )
+    batch, kv_heads = inputs.key.shape[:2]
+    state = RMFAState.zeros(
+        features, batch, kv_heads, value.shape[-1], device=key.device, dtype=inputs.key.dtype
+    )
+    state.update(key, value, features, key_mask)
+    if not is_causal:
+        return _sum_over_ranks(state, group).read(query, features, scale)
+    out, _ = rmfa_step(
+        query,
+        key,
+        value,
+        features,
+        _sum_of_earlier_ranks(state, group),
+        key_mask=key_mask,
+        scale=scale,
+        enable_gqa=enable_gqa,
+        implementation=implementation,
+    )
+    return out
+
+
+def check_group(group: "ProcessGroup") -> None:
+    """Raise a TypeError for what is not a group that this process belongs to."""
+    if not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
+        raise TypeError(
+            f"group must be a torch.distributed.ProcessGroup that this process belongs to, got {group!r}; "
+            "call torch.distributed.init_process_group first and pass torch.distributed.group.WORLD, or on "
+            "its own ranks a group from new_group"
+        )
+
+
+def _check_implementation(implementation: str, query: Tensor) -> None:
+    obstacle = "the shards of a sequence are summarized and read by the eager functions"
+    if dispatch.choose(implementation, obstacle, query) == "reference":
+        raise NotImplementedError(
+            "implementation='reference' looks at all pairs of a sequence, of which a rank holds a shard; "
+            "use 'auto' or 'eager'"
+        )
+
+
+def _sum_over_ranks(state: RMFAState, group: "ProcessGroup") -> RMFAState:
+    """The state of the whole sequence."""
+    count = state.count.clone()
+    counting = dist.all_reduce(count, group=group, async_op=True)
+    sums = _Sum.apply(_flatten(state), group)
+    counting.wait()
+    return _unflatten(sums, count, state)
+
+
+def _sum_of_earlier_ranks(state: RMFAState, group: "ProcessGroup") -> RMFAState:
+    """The state before this rank's shard."""
+    sums = _ExclusivePrefix.apply(_flatten(state), group)
+    counts = _gather(state.count, group)
+    return _unflatten(sums, counts[: group.rank()].sum(0), state)
+
+
+def _flatten(state: RMFAState) -> Tensor:
+    """A state's four sums as one message ``(B, H, F·d_v + F + d + d_v)``; the count is an integer apart.
+
+    In float32 a count would be exact to 2²⁴ only.
+    """
+    return torch.cat([part.flatten(2) for part in _parts(state)], dim=2)
+
+
+def _unflatten(flat: Tensor, count: Tensor, like: RMFAState) -> RMFAState:
+    parts = _parts(like)
+    pieces = flat.split([math.prod(part.shape[2:]) for part in parts], dim=2)
+    feature_value, feature_sum, key_sum, value_sum = (
+        piece.reshape(part.shape) for piece, part in zip(pieces, parts, strict=True)
+    )
+    return RMFAState(feature_value, feature_sum, key_sum, value_sum, count)
+
+
+def _parts(state: RMFAState) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return state.feature_value, state.feature_sum, state.key_sum, state.value_sum
+
+
+class _Sum(Function):
+    """``y_r = Σ_p x_p`` on every rank r; every rank reads every x, so ``x̄_r = Σ_p ȳ_p``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: "ProcessGroup") -> Tensor:
+        ctx.group = group
+        return _reduce(x, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _reduce(grad, ctx.group), None
+
+
+class _ExclusivePrefix(Function):
+    """``y_r = Σ_{p < r} x_p``; the ranks after r read its x, so ``x̄_r = Σ_{p > r} ȳ_p``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: "ProcessGroup") -> Tensor:
+        ctx.group = group
+        return _gather(x, group)[: group.rank()].sum(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _gather(grad, ctx.group)[ctx.group.rank() + 1 :].sum(0), None
+
+
+def _reduce(x: Tensor, group: "ProcessGroup") -> Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def _gather(x: Tensor, group: "ProcessGroup") -> Tensor:
+    """The tensors of all ranks, ``(ranks, ...)``."""
+    every = x.new_empty(group.size(), *x.shape)
+    dist.all_gather(list(every.unbind()), x.contiguous(), group=group)
+    return every
