@@ -673,3 +673,9 @@ def test_a_mask_without_its_hint_cannot_be_compiled():
     x = inputs()
     with pytest.raises(Exception, match=r"attn_mask cannot be looked at under torch\.compile"):
         compiled(x, x, x, attn_mask=causal_mask(LENGTH))
+
+
+@pytest.mark.parametrize("option", ["add_bias_kv", "add_zero_attn"])
+def test_an_added_key_and_a_split_sequence_exclude_each_other(option):
+    with pytest.raises(ValueError, match="each rank of a process_group"):
+        MultiheadSchoenbAt(16, 2, process_group=object(), **{option: True})

@@ -64,6 +64,11 @@ class MultiheadSchoenbAt(nn.MultiheadAttention):
         )
         # nn.TransformerEncoderLayer in eval mode would take the weights and compute softmax itself.
         self._qkv_same_embed_dim = False
+        if options.get("process_group") is not None and (add_bias_kv or add_zero_attn):
+            raise ValueError(
+                "add_bias_kv and add_zero_attn add a key to every sequence, and each rank of a process_group "
+                "would add it again; leave them out"
+            )
         self.attention = SchoenbAt(embed_dim // num_heads, num_heads, **{**place, **options})
         self.register_load_state_dict_pre_hook(_keep_own_attention)
 

@@ -116,7 +116,7 @@ def test_a_signal_between_two_steps_adds_nothing_to_the_log(tmp_path, monkeypatc
 
     def save_and_stop(self):
         save(self)
-        if self.step == 10:
+        if self.step == 10 and not self.stop:
             os.kill(os.getpid(), number)
 
     monkeypatch.setattr(Run, "save", save_and_stop)
