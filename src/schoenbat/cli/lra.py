@@ -203,6 +203,8 @@ def _bar(options: "RunOptions") -> "Iterator[tuple[Progress, OnProgress]]":
 
     def on_progress(progress: "TrainingProgress") -> None:
         shown.update(_parts(progress))
+        if progress.step == total and progress.validation is not None and not options.timing:
+            shown["now"] = "testing"
         bar.update(task, completed=progress.step, status="  ".join(shown.values()))
 
     with bar:

@@ -120,7 +120,7 @@ def _read_array(path: Path, manifest: Manifest) -> NDArray:
     expected = manifest.bytes.get(path.name)
     size = path.stat().st_size if path.is_file() else None
     if size is None or size != expected:
-        found = "is missing" if size is None else f"has {size:,} bytes, not {expected:,}"
+        found = "is missing" if size is None else f"has {size:,} bytes, not {expected or 0:,}"
         raise DataError(f"{path} {found}; delete {path.parent} and prepare it again")
     try:
         return np.load(path, mmap_mode="r")
