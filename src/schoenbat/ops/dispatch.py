@@ -72,7 +72,7 @@ def attend(
     """Attention over the whole sequence; causal with n_q ≠ n_k aligns the last query with the last key."""
     obstacle = _obstacle(query, value, feature_map)
     if implementation == "auto" and is_causal:
-        # Right in float32, but in 16 bits gradients that nearly cancel carry the rounding of the output.
+        # In 16 bits not all of their gradients pass their tests on a GPU yet.
         obstacle = "causal kernels run when asked for by name"
     chosen = choose(implementation, obstacle, query)
     if chosen == "triton":

@@ -12,8 +12,8 @@ from rich.table import Table
 
 from schoenbat.registry import attention_names
 from schoenbat.report.paper import TASKS, printed
+from schoenbat.training.protocol import OF_WHOLE_RUNS
 from schoenbat.training.record import RESULT, RunResult, read_result
-from schoenbat.training.sweep import OF_WHOLE_RUNS
 
 NAIVE, SDPA = "softmax:naive=true", "softmax"
 """The attentions that times are divided by."""

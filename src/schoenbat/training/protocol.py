@@ -9,6 +9,8 @@ bfloat16.
 from dataclasses import dataclass, replace
 from typing import Any
 
+# Settings that change nothing of what a single step costs.
+OF_WHOLE_RUNS = ("steps", "warmup", "evaluate_every", "learning_rate", "select_after")
 _STEPS = 10_000
 
 

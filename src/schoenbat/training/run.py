@@ -88,7 +88,7 @@ def train(
 
     Raises:
         NonFiniteError: if a loss or gradient is NaN or infinite.
-        Interrupted: after SIGTERM, once a checkpoint is saved.
+        Interrupted: after SIGTERM or Ctrl-C, once a checkpoint is saved.
     """
     fabric = _fabric(options)
     fabric.launch()

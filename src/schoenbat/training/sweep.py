@@ -20,7 +20,7 @@ from typing import IO, Any
 
 from schoenbat.registry import build_attention
 from schoenbat.training.log import read_log
-from schoenbat.training.protocol import Protocol
+from schoenbat.training.protocol import OF_WHOLE_RUNS, Protocol
 from schoenbat.training.record import CHECKPOINT, LOG, RESULT, RunResult, read_result, run_directory
 
 LOCK = ".lock"
@@ -37,8 +37,6 @@ _FLAGS = {
     "no-compile": ("compiled", "false"),
     "keep-zeros": ("hide_zeros", "false"),
 }
-# What changes nothing of a single step.
-OF_WHOLE_RUNS = ("steps", "warmup", "evaluate_every", "learning_rate", "select_after")
 _POLL = 0.05
 _REPORT = 1.0
 _STDERR_LINES = 40
