@@ -109,6 +109,22 @@ def test_on_a_gpu_flex_attention_gives_what_the_definition_gives(is_causal, n):
         assert (a.cpu().double() - b).norm() <= 1e-4 * b.norm().clamp(min=1.0)
 
 
+@pytest.mark.gpu
+def test_flex_attention_compiles_to_one_graph_on_a_gpu():
+    generator = torch.Generator().manual_seed(0)
+    n = 1000  # long enough that blocks are left out
+    attention = BigBird(32, 2).cuda()
+    tensors = [torch.randn(2, 2, n, 32, generator=generator).cuda().requires_grad_() for _ in range(3)]
+    mask = torch.arange(n, device="cuda") < torch.tensor([[n], [n // 2]], device="cuda")
+    results = [
+        gradients(lambda: call(*tensors, key_mask=mask), tensors)
+        for call in (attention, torch.compile(attention, fullgraph=True))
+    ]
+    (right, right_grads), (got, got_grads) = results
+    for a, b in zip([got, *got_grads], [right, *right_grads], strict=True):
+        assert (a - b).norm() <= 1e-4 * b.norm()
+
+
 def test_with_a_sparse_mask_it_is_not():
     tensors = inputs()
     assert not torch.allclose(make()(*tensors), Softmax(6, 2)(*tensors), atol=1e-2)
