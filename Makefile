@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test lint types unit slow soak bench test-gpu bench-gpu clean
+.PHONY: help demo test lint types unit slow soak fuzz audit bench test-gpu bench-gpu clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -39,6 +39,13 @@ bench: $(READY)  ## speed on this machine's CPU, beside SDPA, into benchmarks/re
 
 soak: $(READY)  ## kill and continue a sweep at random for ten minutes, then compare it with an undisturbed one
 	$(BIN)/python tests/soak.py
+
+fuzz: $(READY)  ## 10,000 random cases of every public function; again with: make fuzz SEED=7 CASES=500
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m fuzz --cases $(or $(CASES),10000) --seed $(or $(SEED),0)
+
+audit: $(READY)  ## bandit on the source, pip-audit on everything that constraints.txt pins
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[audit]'
+	$(BIN)/python tests/audit.py
 
 test-gpu: $(READY)  ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu

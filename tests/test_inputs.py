@@ -4,7 +4,7 @@ import pytest
 import torch
 from oracle import make_map
 
-from schoenbat import kernelized_attention, rmfa
+from schoenbat import RMFAState, kernelized_attention, rmfa
 
 
 @pytest.fixture(params=["rmfa", "exact"])
@@ -81,3 +81,57 @@ def test_head_dim_of_the_map():
 def test_number_of_maps():
     with pytest.raises(ValueError, match="num_heads = 2 maps, but there are 3 key heads"):
         rmfa(*inputs(), make_map("exact-low", 4, 12, num_heads=2))
+
+
+@pytest.mark.parametrize(
+    "wrong", [None, 1.0, [[1.0]], "query", torch.eye(4).to_sparse(), torch.ones(4, 4).bool()]
+)
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_what_is_no_tensor_of_numbers_is_named(attend, wrong, name):
+    good = dict(zip(("query", "key", "value"), inputs(), strict=True))
+    with pytest.raises(
+        TypeError, match=f"{name} must be a (tensor|dense tensor|floating-point tensor), got "
+    ):
+        attend(*(good | {name: wrong}).values())
+
+
+@pytest.mark.parametrize("scale", [float("nan"), float("inf"), "2", 1j])
+def test_a_scale_is_a_finite_number(attend, scale):
+    with pytest.raises((ValueError, TypeError), match="scale must be"):
+        attend(*inputs(), scale=scale)
+
+
+def test_an_overflow_is_an_error_and_not_nan(attend):
+    query, key, value = inputs()
+    for x in (query, key):
+        x[1] *= 1e30
+    with pytest.raises(ValueError, match=r"batch row 1 is beyond the range of torch\.float32"):
+        attend(query, key, value)
+
+
+def test_infinite_inputs_are_no_overflow(attend):
+    query, key, value = inputs()
+    clean = attend(query, key, value)
+    value[1, 0, 0, 0] = torch.inf
+    assert torch.equal(attend(query, key, value)[0], clean[0])
+
+
+def test_numbers_whose_sum_overflows_are_no_overflow(attend):
+    query, key, _ = inputs()
+    value = torch.full((2, 3, 6, 4), 1e37)
+    torch.testing.assert_close(attend(query, key, value, scale=1e-3), torch.full((2, 3, 5, 4), 1e37))
+
+
+def test_a_state_refuses_another_map_and_batch():
+    features, other = make_map("exact-low", 4, 12), make_map("exact-low", 4, 13)
+    key, value = inputs(dtype=torch.float64)[1:]
+    state = RMFAState.zeros(features, 2, 3, 4, dtype=torch.float64).update(key, value, features)
+    for call in (lambda: state.read(key, other), lambda: state.update(key, value, other)):
+        with pytest.raises(ValueError, match="use the map that it was begun with"):
+            call()
+    with pytest.raises(ValueError, match="holds 2 batch rows, query has 1"):
+        state.read(key[:1], features)
+    with pytest.raises(ValueError, match=r"batch rows from 0 to 1, got \[2\]"):
+        state.reorder(torch.tensor([2]))
+    with pytest.raises(TypeError, match="index must be a tensor of batch rows"):
+        state.reorder([0])

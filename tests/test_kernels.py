@@ -9,7 +9,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -419,12 +419,30 @@ def test_from_expression_says_where_its_coefficients_end() -> None:
         from_expression("1 / (1 - 1000 * x)", radius=1e-3).coefficients(200)
 
 
+@settings(deadline=None)  # the first case loads sympy
 @given(st.text(alphabet="xyE0123456789.+-*/()[]{}'\"_,:= \n\0^@lambdexpsqrtimo", max_size=12))
 def test_no_text_gets_past_the_parser_but_as_a_formula(text: str) -> None:
     from schoenbat.expressions import _parse
 
     try:
-        expression = _parse(text)
+        expression = _parse(text, 0.5)
     except ValueError:
         return
     assert {symbol.name for symbol in expression.free_symbols} == {"x"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["(((2**384)**384)**384)**384*x", "((1e-9**384)**384)**384 + x", "sin(exp(exp(exp(9*x))))", "exp(1e9)*x"],
+)
+def test_what_would_be_worked_out_to_its_last_digit_is_refused(text):
+    with pytest.raises(ValueError, match="does not fit float64"):
+        DotProductKernel.from_expression(text)
+
+
+@pytest.mark.parametrize("text", ["x" + "+x" * 3000, "(" * 150 + "x" + ")" * 150 + "\0"])
+def test_no_text_is_too_much_for_the_parser(text):
+    with pytest.raises(
+        ValueError, match=r"at most 1,000 characters|nested too deeply|not a formula|null bytes"
+    ):
+        DotProductKernel.from_expression(text)

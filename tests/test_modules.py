@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from schoenbat import MaclaurinFeatures, SchoenbAt
+from schoenbat import MaclaurinFeatures, SchoenbAt, kernelized_attention, rmfa, rmfa_window
 from schoenbat.constructions import CONSTRUCTIONS
 from schoenbat.kernels import DotProductKernel
 
@@ -602,3 +602,186 @@ def test_unbatched_inputs():
     module = make()
     q, k, v = inputs()
     torch.testing.assert_close(module(q[0], k[0], v[0]), module(q, k, v)[0])
+
+
+WINDOWED = {"window": 3, "center_keys": "learned", "map_per_head": True, "separate_maps": True}
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("center_keys", [False, True, "learned"])
+def test_a_window_between_pre_and_post_sbn(is_causal, center_keys):
+    module = make(window=3, center_keys=center_keys)
+    q, k, v = inputs()
+    mask = right_mask([LENGTH, 6])
+    if center_keys is True and is_causal:
+        with pytest.raises(
+            ValueError, match="leaks the future into a causal call; use center_keys='learned'"
+        ):
+            module(q, k, v, is_causal=True)
+        return
+    rows = normalize(module, module.query_norm, q), normalize(module, module.key_norm, k)
+    if center_keys is True:
+        mean = (rows[1] * mask[:, None, :, None]).sum(-2, keepdim=True) / mask.sum(-1)[:, None, None, None]
+        rows = rows[0], rows[1] - mean
+    elif center_keys:
+        rows = rows[0], rows[1] - module.key_center[:, None]
+    expected = rmfa_window(
+        *rows,
+        v,
+        module.features,
+        3,
+        key_mask=mask,
+        is_causal=is_causal,
+        scale=module.scale,
+        far_weight=(20 * module.far_rho).exp(),
+        implementation="reference",
+    )
+    torch.testing.assert_close(
+        module(q, k, v, key_mask=mask, is_causal=is_causal), module.post(expected), rtol=1e-8, atol=1e-9
+    )
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_centring_keys_changes_no_exact_attention(window):
+    """All keys near, or a map that is exact for the kernel's constant and linear part: a shift cancels."""
+    q, k, v = (0.01 * x for x in inputs())
+    options = {
+        "normalization": None,
+        "scale": 1.0,
+        "construction": "exact-low",
+        "window": window,
+        "post": False,
+    }
+    plain, centred = (make(center_keys=c, **options)(q, k + 0.3, v) for c in (False, True))
+    torch.testing.assert_close(centred, plain, rtol=1e-3 if window is None else 1e-9, atol=0)
+
+
+@pytest.mark.parametrize("kv_heads", [HEADS, 2])
+@pytest.mark.parametrize("pieces", [[LENGTH], [1] * LENGTH, [4, 1, 6]])
+@pytest.mark.parametrize("window", [0, 3, 20])
+def test_windowed_steps_continue_what_one_causal_call_does(window, pieces, kv_heads):
+    module = make(**{**WINDOWED, "window": window}, num_key_heads=kv_heads).eval()
+    q, k, v = inputs(kv_heads=kv_heads)
+    mask = torch.ones(BATCH, LENGTH, dtype=torch.bool)
+    mask[0, :2] = False
+    expected = module(q, k, v, key_mask=mask, is_causal=True, enable_gqa=kv_heads != HEADS)
+    rows, state = [], None
+    for part in zip(*(x.split(pieces, dim=-2) for x in (q, k, v)), mask.split(pieces, dim=1), strict=True):
+        out, state = module.step(*part[:3], state, key_mask=part[3])
+        rows.append(out)
+    torch.testing.assert_close(torch.cat(rows, dim=-2), expected, rtol=1e-8, atol=1e-9)
+    assert state.count.tolist() == [LENGTH - 2, LENGTH]
+    before = state.key.clone()
+    assert torch.equal(state.reorder(torch.tensor([1, 1])).key, before[[1, 1]])
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_gradient_reaches_every_parameter_of_a_windowed_module(is_causal):
+    module = make(**WINDOWED, trainable_features=True)
+    module(*inputs(), is_causal=is_causal).square().sum().backward()
+    held = [p for p in module.parameters() if p.numel()]  # a map without pairs has an empty block for them
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in held)
+    assert all(p.dim() > 0 for p in held)
+
+
+def test_a_state_of_the_other_kind_is_an_error():
+    q, k, v = inputs(length=1)
+    modules = make().eval(), make(window=2).eval()
+    states = [module.step(q, k, v, None)[1] for module in modules]
+    for module, state in zip(modules, reversed(states), strict=True):
+        with pytest.raises(TypeError, match=r"window=(None|2) does not go on from RMFA"):
+            module.step(q, k, v, state)
+
+
+def test_separate_maps_without_a_window():
+    module, (q, k, v) = make(separate_maps=True, normalization=None, post=False), inputs()
+    expected = rmfa(q @ module.query_map, k @ module.key_map, v, module.features, scale=module.scale)
+    torch.testing.assert_close(module(q, k, v), expected)
+
+
+def test_a_windowed_module_is_saved_whole_and_runs_in_half_precision():
+    module = make(**WINDOWED)
+    other = SchoenbAt(WIDTH, HEADS, 40, **WINDOWED, dtype=torch.float64)
+    other.load_state_dict(module.state_dict())
+    q, k, v = inputs()
+    assert torch.equal(other(q, k, v), module(q, k, v))
+    half = copy.deepcopy(module).bfloat16()(*(x.bfloat16() for x in (q, k, v)))
+    assert half.dtype == torch.bfloat16
+    assert (half - module(q, k, v)).norm() / module(q, k, v).norm() < 0.05
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert module.float()(q.float(), k.float(), v.float()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 16}, {"window": 16, "separate_maps": True}], ids=str)
+def test_calibration_brings_a_module_closer_to_softmax(options):
+    """Rows that wander, with a mean of their own, as the keys of a trained model have."""
+    walk = torch.nn.functional.normalize(torch.randn(2, HEADS, 150, WIDTH).cumsum(-2), dim=-1)
+    q, k, v = walk, walk + 2, torch.randn(2, HEADS, 150, WIDTH)
+    module = SchoenbAt(
+        WIDTH,
+        HEADS,
+        20,
+        construction="exact-low",
+        normalization=None,
+        center_keys="learned",
+        post=False,
+        seed=0,
+        **options,
+    )
+    exact = kernelized_attention(q, k, v, scale=4.0, is_causal=True)
+    module.set_scale(torch.full((HEADS,), 4.0))
+    before = (module(q, k, v, is_causal=True) - exact).norm()
+    module.calibrate(q, k, v, is_causal=True, target_scale=4.0)
+    after = (module(q, k, v, is_causal=True) - exact).norm()
+    assert after < 0.6 * before
+    torch.testing.assert_close(module.key_center, k.mean((0, 2)))
+    if options:
+        torch.testing.assert_close(module.scale, torch.full((HEADS,), 4.0))
+
+
+def test_calibration_looks_at_real_keys_only_and_at_shared_heads():
+    module = make(
+        construction="exact-low", center_keys="learned", num_key_heads=2, normalization=None, scale=0.3
+    )
+    q, k, v = inputs(kv_heads=2)
+    mask = right_mask([LENGTH, 6])
+    k[1, :, 6:] = torch.nan
+    module.calibrate(q, k, v, key_mask=mask)
+    expected = torch.cat([k[0], k[1, :, :6]], dim=1).mean(1)
+    torch.testing.assert_close(module.key_center.data, expected)
+    assert module.features.quadratic.isfinite().all()
+    with pytest.raises(ValueError, match=r"fixed at 0\.3 and cannot become 0\.5"):
+        module.calibrate(q, k, v, key_mask=mask, target_scale=0.5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window": -1}, "at least 0, got -1"),
+        ({"window": 2.5}, r"integer of at least 0, got 2\.5"),
+        ({"window": 2, "kernel": "inv"}, "needs the kernel 'exp'"),
+        ({"center_keys": "mean"}, "must be False, True or 'learned', got 'mean'"),
+        ({"center_keys": True, "kernel": "inv"}, "center_keys needs the kernel 'exp'"),
+    ],
+    ids=str,
+)
+def test_bad_windows_and_centres_are_errors(options, message):
+    with pytest.raises(ValueError, match=message):
+        SchoenbAt(WIDTH, HEADS, **options)
+
+
+def rotated(x, start):
+    """Rotary positions: pairs of channels turn by the position times a frequency of their own."""
+    angle = (start + torch.arange(x.shape[-2]))[:, None] * 0.5 ** torch.arange(WIDTH // 2)
+    turn = torch.polar(torch.ones_like(angle), angle).to(torch.complex128)
+    return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * turn).flatten(-2)
+
+
+@pytest.mark.parametrize("normalization", MODES)
+@pytest.mark.parametrize("window", [None, 2])
+def test_rotary_positions_stay_relative_where_only_norms_are_changed(normalization, window):
+    """With all features of degree 2, so that the map is a function of the inner product."""
+    options = {"construction": "exact-low", "num_features": 1 + WIDTH + WIDTH * (WIDTH + 1) // 2}
+    module, (q, k, v) = make(normalization=normalization, window=window, **options).eval(), inputs()
+    here, there = (module(rotated(q, start), rotated(k, start), v, is_causal=True) for start in (0, 100))
+    assert torch.allclose(here, there, rtol=1e-5, atol=1e-6) == (normalization in ("l2", None))

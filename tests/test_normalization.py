@@ -371,3 +371,23 @@ def test_post_computes_in_float32(dtype):
     half = copy.deepcopy(post).to(dtype)
     assert half(x).dtype == dtype
     assert torch.equal(half(x), post(x))
+
+
+@pytest.mark.parametrize("mode", ["token", "l2"])
+def test_rows_whose_squares_overflow_are_unit_rows_too(mode):
+    x = torch.randn(2, HEADS, 5, WIDTH)
+    x[1] *= 1e25
+    x.requires_grad_()
+    got = PreSBN(mode)(x)
+    torch.testing.assert_close(got, PreSBN(mode)(x.detach().double()).float())
+    (grad,) = torch.autograd.grad((got * torch.arange(WIDTH)).sum(), x)
+    wide = x.detach().double().requires_grad_()
+    (expected,) = torch.autograd.grad((PreSBN(mode)(wide) * torch.arange(WIDTH)).sum(), wide)
+    torch.testing.assert_close(grad.double(), expected, rtol=1e-4, atol=0)
+
+
+def test_values_whose_squares_overflow_have_a_power():
+    module, x = PostSBN(1, 3), torch.tensor([1e18, -1e25, 1e30]).view(1, 1, 3)
+    with torch.no_grad():
+        module.beta.fill_(0.5)
+        torch.testing.assert_close(module(x).flatten(), torch.tensor([1e9, -(1e25**0.5), 1e15]))

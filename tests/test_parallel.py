@@ -22,9 +22,13 @@ import torch.distributed as dist
 import torch.multiprocessing as processes
 from oracle import assert_as_good_as_reference, make_map, rows
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import schoenbat.parallel
 from schoenbat import MaclaurinFeatures, RMFAState, SchoenbAt, rmfa
+from schoenbat.collectives import sum_over_ranks
+from schoenbat.normalization import PreSBN, synchronize_statistics
 
 PROCESSES = 4
 BATCH, HEADS, WIDTH, FEATURES = 2, 4, 6, 40
@@ -259,9 +263,7 @@ def failures(group: dist.ProcessGroup) -> dict[str, str]:
 
 def second_derivative(group: dist.ProcessGroup) -> None:
     x = torch.ones(1, 1, 3, requires_grad=True)
-    (first,) = torch.autograd.grad(
-        schoenbat.parallel._Sum.apply(x, group).square().sum(), x, create_graph=True
-    )
+    (first,) = torch.autograd.grad(sum_over_ranks(x, group).square().sum(), x, create_graph=True)
     first.sum().backward()
 
 
@@ -285,9 +287,101 @@ def work(rank: int, folder: str) -> None:
             "counts": large_counts(group),
             "leading dimensions": leading_dimensions(group),
             "module": module_with_group(group),
+            "statistics": statistics(group),
+            "map": map_of_a_seed(rank),
         }
         torch.save(found, os.path.join(folder, f"{rank}-of-{group.size()}.pt"))
+    torch.save(in_a_mesh(rank), os.path.join(folder, f"{rank}-in-a-mesh.pt"))
     dist.destroy_process_group()
+
+
+def statistics(group: dist.ProcessGroup | None, ranks: int | None = None) -> list[Tensor]:
+    """What ``normalization="batch"`` makes of this rank's part of a batch, or of all of it without a group.
+
+    Outputs, gradients and running averages after two calls; the ranks have batches of different sizes, and
+    all tokens of the last one are masked.
+    """
+    world = ranks if group is None else group.size()
+    sizes = [1 + rank for rank in range(world)]
+    rows_of = torch.arange(world).repeat_interleave(torch.tensor(sizes))
+    mask = torch.rand(sum(sizes), 7, generator=torch.Generator().manual_seed(0)) > 0.3
+    mask &= (rows_of < world - 1)[:, None]
+    own = rows_of >= 0 if group is None else rows_of == group.rank()
+    norm = PreSBN("batch", HEADS, WIDTH, dtype=torch.float64)
+    if group is not None:
+        synchronize_statistics(nn.ModuleList([norm]), group)
+        norm = copy.deepcopy(norm)
+    found = []
+    for call in range(2):
+        x, direction = (
+            (1 + rows(sum(sizes), HEADS, 7, WIDTH, seed=2 * call + k)).detach()[own] for k in range(2)
+        )
+        found += gradients(norm(x.requires_grad_(), mask[own]), direction, [x])
+    return [*found, norm.running_mean, norm.running_variance, norm.eval()(x).detach()]
+
+
+def map_of_a_seed(rank: int) -> dict[str, Tensor]:
+    """The map of a module, whatever the state of torch's generator."""
+    torch.manual_seed(rank)
+    return SchoenbAt(WIDTH, HEADS, FEATURES, seed=3).features.state_dict()
+
+
+class Tagger(nn.Module):
+    """A layer around SchoenbAt, whose sequences a group may share."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        self.project = nn.Linear(WIDTH, 3 * HEADS * WIDTH, dtype=torch.float64)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+        self.attention = SchoenbAt(
+            WIDTH,
+            HEADS,
+            FEATURES,
+            trainable_features=True,
+            seed=0,
+            dtype=torch.float64,
+            process_group=group,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.project(x).unflatten(-1, (3, HEADS, WIDTH)).permute(2, 0, 3, 1, 4).unbind()
+        return self.attention(query, key, value, is_causal=True).square().mean()
+
+
+def in_a_mesh(rank: int) -> dict[str, dict[str, Tensor]]:
+    """Gradients where two pairs of ranks share a batch, and the ranks of a pair its sequences."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
+    x = tagger_input()[2 * (rank // 2) :][:2, 5 * (rank % 2) :][:, :5]
+    wrapped = {
+        "ddp": lambda model: nn.parallel.DistributedDataParallel(model),
+        "fsdp": lambda model: shard(model, mesh["dp", "sp"]._flatten()),
+        "hsdp": lambda model: shard(model, mesh),
+    }
+    found = {}
+    for name, wrap in wrapped.items():
+        model = Tagger(mesh["sp"].get_group())
+        whole = wrap(model)  # which reduces gradients as long as it is there
+        whole(x).backward()
+        found[name] = {
+            name: getattr(parameter.grad, "full_tensor", lambda parameter=parameter: parameter.grad)()
+            for name, parameter in model.named_parameters()
+            if parameter.numel()
+        }
+    return found
+
+
+def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    # FSDP2 cannot split what is empty: blocks of the map without directions.
+    empty = {parameter.requires_grad_(False) for parameter in model.parameters() if not parameter.numel()}
+    fully_shard(model.attention, mesh=mesh, ignored_params=empty)
+    return fully_shard(model, mesh=mesh, ignored_params=empty)
+
+
+def tagger_input() -> Tensor:
+    return rows(4, 10, WIDTH, seed=7)
 
 
 def large_counts(group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
@@ -402,6 +496,29 @@ def check_errors(raised: dict[str, str]) -> None:
         assert re.match(pattern, raised[name], re.DOTALL), f"{name}: {raised[name]}"
 
 
+def check_statistics(ranks: list[dict]) -> None:
+    """Of all ranks together those of one process, and the running averages the same bits on each."""
+    expected = statistics(None, len(ranks))
+    for place, whole in enumerate(expected):
+        parts = [found["statistics"][place] for found in ranks]
+        if place in (4, 5):
+            assert all(part.equal(parts[0]) for part in parts)
+            torch.testing.assert_close(parts[0], whole)
+        else:
+            torch.testing.assert_close(torch.cat(parts), whole)
+
+
+def check_mesh(ranks: list[dict]) -> None:
+    model = Tagger(None)
+    model(tagger_input()).backward()
+    for found in ranks:
+        for grads in found.values():
+            for name, grad in grads.items():
+                torch.testing.assert_close(
+                    grad, model.get_parameter(name).grad, rtol=1e-9, atol=1e-12, msg=name
+                )
+
+
 def test_split_over_processes(tmp_path: Path):
     # What every process needs is imported once: torch and its compiler take seconds.
     multiprocessing.set_forkserver_preload(["schoenbat", "torch._dynamo"])
@@ -409,6 +526,7 @@ def test_split_over_processes(tmp_path: Path):
     for group in ((0, 1, 2, 3), (0, 1), (2, 3)):
         ranks = [torch.load(tmp_path / f"{rank}-of-{len(group)}.pt") for rank in group]
         check_cases(ranks)
+        check_statistics(ranks)
         for rank, found in enumerate(ranks):
             check_counts(found, rank, len(group))
             check_repetition(found)
@@ -416,6 +534,8 @@ def test_split_over_processes(tmp_path: Path):
             check_errors(found["raised"])
             assert found["leading dimensions"]
             assert all(found["module"].values()), found["module"]
+            assert all(x.equal(ranks[0]["map"][name]) for name, x in found["map"].items())
+    check_mesh([torch.load(tmp_path / f"{rank}-in-a-mesh.pt") for rank in range(PROCESSES)])
 
 
 @pytest.fixture

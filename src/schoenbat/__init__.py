@@ -9,6 +9,8 @@ from schoenbat.kernels import DotProductKernel, kernel, polynomial
 from schoenbat.modules import SchoenbAt
 from schoenbat.multihead import MultiheadSchoenbAt
 from schoenbat.normalization import PostSBN, PreSBN
+from schoenbat.varlen import rmfa_varlen
+from schoenbat.windowed import RMFAWindowState, rmfa_window, rmfa_window_step
 
 if TYPE_CHECKING:
     from schoenbat import data as data
@@ -23,6 +25,7 @@ __all__ = [
     "PostSBN",
     "PreSBN",
     "RMFAState",
+    "RMFAWindowState",
     "SchoenbAt",
     "attention_names",
     "build_attention",
@@ -33,6 +36,9 @@ __all__ = [
     "reseed",
     "rmfa",
     "rmfa_step",
+    "rmfa_varlen",
+    "rmfa_window",
+    "rmfa_window_step",
 ]
 
 

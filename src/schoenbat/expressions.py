@@ -4,6 +4,7 @@ sympy and mpmath, which torch itself depends on, are loaded when a formula is.
 """
 
 import ast
+import cmath
 import functools
 import itertools
 import math
@@ -32,6 +33,7 @@ _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
 # On 512 points of the circle of radius R/4 the trapezoidal rule adds aₙ₊₅₁₂ (R/4)⁵¹² to aₙ, 1e-308 of it;
 # 320 digits resolve 4^-384. Degrees from 448 up are as small, so that -64 … -1 are read in their places.
 _POINTS, _MAX_DEGREE, _DIGITS = 512, 384, 320
+_LONGEST = 1000
 
 
 def look_up(text: str, table: tuple[float, ...], degree: int) -> float:
@@ -51,8 +53,8 @@ def expand(text: str, radius: float) -> tuple[Elementwise, Elementwise, tuple[fl
     import mpmath
     import sympy
 
-    expression = _parse(text)
     circle = 0.5 if math.isinf(radius) else radius / 4
+    expression = _parse(text, circle)
     with mpmath.workdps(_DIGITS):
         scaled = _cauchy(text, expression, circle)
         table = tuple(float(value / mpmath.mpf(circle) ** degree) for degree, value in enumerate(scaled))
@@ -72,7 +74,7 @@ def expand(text: str, radius: float) -> tuple[Elementwise, Elementwise, tuple[fl
     return function, exponent or (lambda x: torch.log(function(x))), table
 
 
-def _parse(text: str) -> Any:
+def _parse(text: str, circle: float) -> Any:
     """The formula in sympy, built node by node because sympy's own parser would run the text as code."""
     import sympy
 
@@ -98,16 +100,56 @@ def _parse(text: str) -> Any:
                 return getattr(sympy, name)(build(argument))
         raise ValueError(f"{ast.unparse(node)!r} in the expression {text!r} is not allowed: {allowed}")
 
+    if len(text) > _LONGEST:
+        raise ValueError(f"an expression has at most {_LONGEST:,} characters, this one has {len(text):,}")
     try:
         tree = ast.parse(text, mode="eval").body
+        _refuse_enormous(text, tree, circle)
+        expression = build(tree)
     except SyntaxError as error:
         raise ValueError(f"the expression {text!r} is not a formula ({error.msg}): {allowed}") from error
-    expression = build(tree)
+    except (RecursionError, MemoryError) as error:
+        raise ValueError(f"the expression {text!r} is nested too deeply; write it flatter") from error
     if expression.has(sympy.zoo, sympy.nan, sympy.I):
         raise ValueError(f"the expression {text!r} equals {expression}: it must be real and finite")
     if not expression.free_symbols:
         raise ValueError(f"the expression {text!r} equals {expression}: it must depend on x")
     return expression
+
+
+def _refuse_enormous(text: str, tree: ast.AST, circle: float) -> None:
+    """Refuse what exceeds float64 on the circle: exact arithmetic would work it out to its last digit."""
+
+    def evaluate(node: ast.AST, z: complex) -> complex:
+        match node:
+            case ast.Name(id="x"):
+                return z
+            case ast.Name(id="pi" | "E" as constant):
+                return complex(getattr(math, constant.lower()))
+            case ast.Constant(value=int() | float() as number):
+                return complex(number)
+            case ast.UnaryOp(op=sign, operand=operand) if type(sign) in _OPERATORS:
+                return complex(_OPERATORS[type(sign)](evaluate(operand, z)))
+            case ast.BinOp(left=left, op=symbol, right=right) if type(symbol) in _OPERATORS:
+                base, exponent = evaluate(left, z), evaluate(right, z)
+                result = complex(_OPERATORS[type(symbol)](base, exponent))
+                depends = any(isinstance(part, ast.Name) and part.id == "x" for part in ast.walk(left))
+                if isinstance(symbol, ast.Pow) and base and not result and not depends:
+                    raise OverflowError
+                return result
+            case ast.Call(func=ast.Name(id=name), args=[argument]) if name in _FUNCTIONS:
+                return complex(getattr(cmath, name)(evaluate(argument, z)))
+        return 0j  # not a formula, which `_parse` says
+
+    for point in range(8):
+        try:
+            evaluate(tree, circle * cmath.exp(0.25j * math.pi * point))
+        except OverflowError:
+            raise ValueError(
+                f"part of {text!r} does not fit float64 at |x| = {circle:g}: rescale x, or lower the radius"
+            ) from None
+        except (ZeroDivisionError, ValueError):  # singular there, which `_cauchy` finds out
+            continue
 
 
 def _cauchy(text: str, expression: Any, circle: float) -> list[Any]:

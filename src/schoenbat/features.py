@@ -1,6 +1,7 @@
 """MaclaurinFeatures: an explicit feature map of a dot-product kernel, drawn once and kept."""
 
 import math
+import numbers
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from schoenbat.constructions import CONSTRUCTIONS, MAX_DEGREE, draw
 from schoenbat.kernels import DotProductKernel
 from schoenbat.kernels import kernel as get_kernel
 from schoenbat.ops.blocks import Blocks, FeatureMap, may_keep, monomials, weigh
+from schoenbat.options import MOST, check_count, check_dtype, check_seed
 from schoenbat.precision import refuse_half
 
 _MAPS = ("linear", "quadratic", "tail")
@@ -78,10 +80,11 @@ class MaclaurinFeatures(nn.Module):
     ) -> None:
         super().__init__()
         self.kernel = get_kernel(kernel)
-        self.head_dim = _positive("head_dim", head_dim, 1)
-        self.num_features = _positive("num_features", num_features, 2)
-        self.num_heads = None if num_heads is None else _positive("num_heads", num_heads, 1)
-        if construction not in CONSTRUCTIONS:
+        self.head_dim = check_count("head_dim", head_dim, most=MOST)
+        self.num_features = check_count("num_features", num_features, 2, MOST)
+        self.num_heads = None if num_heads is None else check_count("num_heads", num_heads)
+        check_dtype("dtype", dtype)
+        if not isinstance(construction, str) or construction not in CONSTRUCTIONS:
             raise ValueError(f"unknown construction {construction!r}; known: {', '.join(CONSTRUCTIONS)}")
         self.construction = construction
         self.scale = planned_scale(self.kernel, head_dim, scale)
@@ -120,6 +123,7 @@ class MaclaurinFeatures(nn.Module):
         """
         with torch.device("cpu"):  # whatever the default device is: a seed means the same map everywhere
             self.seed = int(torch.randint(2**62, ())) if seed is None else seed
+            check_seed(self.seed)
             generator = torch.Generator().manual_seed(self.seed)
             coefficients = self.kernel.coefficients(MAX_DEGREE)
             construct = CONSTRUCTIONS[self.construction]
@@ -282,6 +286,7 @@ def reseed(model: nn.Module, seed: int) -> None:
         >>> torch.equal(model[0].quadratic, model[1].quadratic)
         False
     """
+    check_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     for module in model.modules():
         if isinstance(module, MaclaurinFeatures):
@@ -290,9 +295,10 @@ def reseed(model: nn.Module, seed: int) -> None:
 
 def planned_scale(kernel: DotProductKernel, head_dim: int, scale: float | None) -> float:
     """The scale as a float (None: 1/√d), after checking that unit rows stay inside the kernel's radius."""
-    value = 1 / math.sqrt(head_dim) if scale is None else float(scale)
-    if not (math.isfinite(value) and value > 0):
-        raise ValueError(f"scale must be positive and finite, got {scale}")
+    value = 1 / math.sqrt(head_dim) if scale is None else scale
+    if not isinstance(value, numbers.Real) or not (math.isfinite(value) and value > 0):
+        raise ValueError(f"scale must be positive and finite, got {scale!r}")
+    value = float(value)
     if value >= kernel.radius:
         raise ValueError(
             f"scale {value:.6g} lets the logits of unit rows reach the radius {kernel.radius:g} of kernel "
@@ -303,9 +309,3 @@ def planned_scale(kernel: DotProductKernel, head_dim: int, scale: float | None) 
 
 def _map_dtype(dtype: torch.dtype | None) -> torch.dtype:
     return torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)
-
-
-def _positive(name: str, value: int, least: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
-    return value

@@ -15,6 +15,9 @@ def write_atomically(path: Path, content: str) -> None:
         # mkstemp makes files that only their owner may read; results are for everybody.
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         os.unlink(temporary)
+        if isinstance(error, OSError):
+            advice = "what it held is kept: make room, or choose another place, and run it again"
+            raise OSError(error.errno, f"{path} cannot be written ({error.strerror}); {advice}") from error
         raise

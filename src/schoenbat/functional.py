@@ -7,12 +7,14 @@ import torch
 from torch import Tensor
 
 from schoenbat.features import MaclaurinFeatures
-from schoenbat.inputs import arrange, arrange_query, arrange_scale
+from schoenbat.inputs import arrange, arrange_query, arrange_scale, check_scale, refuse_overflow
 from schoenbat.kernels import DotProductKernel
 from schoenbat.kernels import kernel as get_kernel
 from schoenbat.ops import dispatch, exact
 from schoenbat.ops.blocks import FeatureMap
 from schoenbat.ops.eager_causal import Sums
+from schoenbat.options import check_count, check_dtype
+from schoenbat.packed import attend_jagged, refuse_mask_beside_jagged
 
 
 def kernelized_attention(
@@ -54,6 +56,7 @@ def kernelized_attention(
     """
     inputs = arrange(query, key, value, key_mask, enable_gqa)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    check_scale(scale, math.prod(inputs.query.shape[1:3]))
     with torch.autocast(query.device.type, enabled=False):
         if isinstance(scale, Tensor):
             scale = arrange_scale(scale, inputs.query, 1.0)
@@ -84,7 +87,8 @@ def rmfa(
     Differentiable once (second derivatives raise, except under `torch.func`, where plain PyTorch runs).
 
     Args:
-        query: ``(..., H, n_q, d)``.
+        query: ``(..., H, n_q, d)``; or all three nested, ``(B, H, jagged, ·)`` of layout torch.jagged, as the
+            output then is.
         key: ``(..., H, n_k, d)``.
         value: ``(..., H, n_k, d_v)``.
         features: the map. If it has one map per head, there are as many as key heads.
@@ -106,9 +110,26 @@ def rmfa(
         >>> bool(error.abs().max() < 0.01)
         True
     """
+    if isinstance(query, Tensor) and query.is_nested:
+        refuse_mask_beside_jagged(key_mask)
+
+        def attend(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor) -> Tensor:
+            return rmfa(
+                query,
+                key,
+                value,
+                features,
+                key_mask=key_mask,
+                is_causal=is_causal,
+                scale=scale,
+                enable_gqa=enable_gqa,
+                implementation=implementation,
+            )
+
+        return attend_jagged(attend, query, key, value)
     inputs = arrange(query, key, value, key_mask, enable_gqa)
     with torch.autocast(query.device.type, enabled=False):
-        feature_map = _map_for(features, inputs.key)
+        feature_map = map_for(features, inputs.key)
         query_scale = arrange_scale(features.scale if scale is None else scale, inputs.query, features.scale)
         out = dispatch.attend(
             *inputs[:4], feature_map, query_scale, is_causal=is_causal, implementation=implementation
@@ -150,6 +171,9 @@ class RMFAState:
         dtype: torch.dtype | None = None,
     ) -> "RMFAState":
         """A state that has seen nothing; device defaults to the map's, dtype is float32 at least."""
+        for name, size in (("batch", batch), ("kv_heads", kv_heads), ("value_dim", value_dim)):
+            check_count(name, size, 0)
+        check_dtype("dtype", dtype)
         device = features.feature_weights.device if device is None else torch.device(device)
         dtype = torch.promote_types(dtype or torch.float32, torch.float32)
         monomials = sum(degree > 0 for degree in features.degrees)
@@ -163,28 +187,39 @@ class RMFAState:
     ) -> "RMFAState":
         """Add keys ``(B, H, n, d)`` and values ``(B, H, n, d_v)``, in place; returns the state itself."""
         inputs = arrange(key, key, value, key_mask, enable_gqa=False)
-        self._check(inputs.key, inputs.value)
+        self._check(inputs.key, inputs.value, features)
         with torch.autocast(key.device.type, enabled=False):
-            feature_map = _map_for(features, inputs.key)
+            feature_map = map_for(features, inputs.key)
             more, count = dispatch.accumulate(inputs.key, inputs.value, inputs.mask, feature_map)
             sums = Sums(*(old + new for old, new in zip(self._sums(), more, strict=True)))
+        refuse_overflow(sums, self._sums(), [inputs.key, inputs.value], inputs.mask)
         vars(self).update(vars(self._from_sums(sums, self.count + count.flatten())))
         return self
 
     def read(self, query: Tensor, features: MaclaurinFeatures, scale: float | Tensor | None = None) -> Tensor:
         """Attention of queries ``(B, H_q, n, d)`` to everything seen so far, as in cross attention."""
-        grouped, lead = arrange_query(query, self.key_sum.shape[1])
+        grouped, lead = arrange_query(query, *self.key_sum.shape[:2])
+        self._check_map(features)
         with torch.autocast(query.device.type, enabled=False):
-            feature_map = _map_for(features, grouped)
+            feature_map = map_for(features, grouped)
             query_scale = arrange_scale(features.scale if scale is None else scale, grouped, features.scale)
             count = self.count.view(-1, 1, 1, 1, 1)
             out = dispatch.read(grouped, self._sums(), count, feature_map, query_scale)
+        refuse_overflow([out], [grouped, *self._sums()], [], None)
         return out.reshape(*lead, *out.shape[-2:])
 
     def reorder(self, index: Tensor) -> "RMFAState":
         """Take the given batch rows, in place, as beam search does; returns the state itself."""
-        for name, tensor in vars(self).items():
-            setattr(self, name, tensor.index_select(0, index))
+        if not isinstance(index, Tensor) or index.dtype not in (torch.int64, torch.int32) or index.dim() != 1:
+            raise TypeError(f"index must be a tensor of batch rows, int64 (rows,), got {index!r}")
+        try:
+            taken = {name: tensor.index_select(0, index) for name, tensor in vars(self).items()}
+        except IndexError as error:
+            rows = self.count.shape[0]
+            raise ValueError(
+                f"index must hold batch rows from 0 to {rows - 1}, got {index.tolist()}"
+            ) from error
+        vars(self).update(taken)
         return self
 
     def _sums(self) -> Sums:
@@ -205,11 +240,21 @@ class RMFAState:
             count,
         )
 
-    def _check(self, key: Tensor, value: Tensor) -> None:
+    def _check(self, key: Tensor, value: Tensor, features: MaclaurinFeatures) -> None:
         expected = (*self.key_sum.shape[:2], self.value_sum.shape[-1])
         got = (*key.shape[:2], value.shape[-1])
         if expected != got:
             raise ValueError(f"the state was made for (batch, kv_heads, value_dim) = {expected}, got {got}")
+        self._check_map(features)
+
+    def _check_map(self, features: MaclaurinFeatures) -> None:
+        made_for = self.feature_sum.shape[-1], self.key_sum.shape[-1]
+        got = sum(degree > 0 for degree in features.degrees), features.head_dim
+        if made_for != got:
+            raise ValueError(
+                f"the state was made for a map of (features without the constant, head_dim) = {made_for}, "
+                f"this one has {got}; use the map that it was begun with"
+            )
 
 
 def rmfa_step(
@@ -251,11 +296,11 @@ def rmfa_step(
         True
     """
     inputs = arrange(query, key, value, key_mask, enable_gqa)
-    state._check(inputs.key, inputs.value)
+    state._check(inputs.key, inputs.value, features)
     if query.shape[-2] != key.shape[-2]:
         raise ValueError(f"a step takes one query for each key, got {query.shape[-2]} and {key.shape[-2]}")
     with torch.autocast(query.device.type, enabled=False):
-        feature_map = _map_for(features, inputs.key)
+        feature_map = map_for(features, inputs.key)
         query_scale = arrange_scale(features.scale if scale is None else scale, inputs.query, features.scale)
         out, sums = dispatch.step(
             *inputs[:4],
@@ -266,10 +311,11 @@ def rmfa_step(
             implementation=implementation,
         )
         new = key.shape[-2] if inputs.mask is None else inputs.mask.flatten(1).sum(1)
-    return inputs.restore(out), RMFAState._from_sums(sums, state.count + new)
+    refuse_overflow([out], [inputs.query, *state._sums()], [inputs.key, inputs.value], inputs.mask)
+    return out.reshape(*inputs.lead, *out.shape[-2:]), RMFAState._from_sums(sums, state.count + new)
 
 
-def _map_for(features: MaclaurinFeatures, rows: Tensor) -> FeatureMap:
+def map_for(features: MaclaurinFeatures, rows: Tensor) -> FeatureMap:
     """The map in the dtype in which rows ``(B, H, G, n, d)`` are computed; an error if it does not fit."""
     if rows.shape[-1] != features.head_dim:
         raise ValueError(

@@ -1,10 +1,16 @@
 """The one place where attention's inputs are checked and brought into the layout that `ops` work on."""
 
 import math
-from typing import NamedTuple
+import numbers
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from schoenbat.ops.blocks import is_concrete
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class Arranged(NamedTuple):
@@ -17,16 +23,20 @@ class Arranged(NamedTuple):
     lead: tuple[int, ...]  # the query's own shape up to its rows
 
     def restore(self, out: Tensor) -> Tensor:
-        """``(B, H, G, n_q, d_v) -> (..., n_q, d_v)``."""
+        """``(B, H, G, n_q, d_v) -> (..., n_q, d_v)``, unless it does not fit its dtype."""
+        refuse_overflow([out], [self.query], [self.key, self.value], self.mask)
         return out.reshape(*self.lead, *out.shape[-2:])
 
 
 def arrange(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, enable_gqa: bool) -> Arranged:
     """Check everything that can be checked without looking at values."""
+    check_tensors(query=query, key=key, value=value)
     query, key, value = to_autocast(query, key, value)
     tensors = {"query": query, "key": key, "value": value}
     for name, tensor in tensors.items():
         _check_kind(name, tensor, query)
+    if query.shape[-1] == 0:
+        raise ValueError(f"query and key need a head dimension of at least 1, got {tuple(query.shape)}")
     if query.shape[-1] != key.shape[-1]:
         raise ValueError(
             f"query and key must have the same head dimension, got {query.shape[-1]} and {key.shape[-1]}"
@@ -61,13 +71,16 @@ def arrange(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, 
     )
 
 
-def arrange_query(query: Tensor, heads: int) -> tuple[Tensor, tuple[int, ...]]:
+def arrange_query(query: Tensor, batch: int, heads: int) -> tuple[Tensor, tuple[int, ...]]:
     """A query alone, for keys that are sums already: ``(B, heads, G, n_q, d)`` and its lead."""
+    check_tensors(query=query)
     (query,) = to_autocast(query)
     _check_kind("query", query, query)
     if _heads(query) % heads:
         raise ValueError(f"{_heads(query)} query heads cannot share {heads} key heads evenly")
     size = math.prod(query.shape[:-3])
+    if size != batch:
+        raise ValueError(f"the state holds {batch} batch rows, query has {size}: {tuple(query.shape)}")
     grouped = query.reshape(size, heads, _heads(query) // heads, *query.shape[-2:])
     return grouped, tuple(query.shape[:-2])
 
@@ -80,37 +93,107 @@ def arrange_scale(scale: float | Tensor, query: Tensor, planned: float) -> Tenso
     """
     heads, groups = query.shape[1:3]
     dtype = torch.promote_types(query.dtype, torch.float32)
+    check_scale(scale, heads * groups)
     if not isinstance(scale, Tensor):
         return torch.full((heads, groups, 1, 1), scale / math.sqrt(planned), dtype=dtype, device=query.device)
-    if scale.numel() not in (1, heads * groups) or scale.dim() > 1:
-        raise ValueError(
-            f"scale must be a float or a tensor of one value per query head ({heads * groups},), "
-            f"got shape {tuple(scale.shape)}"
-        )
     return scale.to(dtype).expand(heads * groups).reshape(heads, groups, 1, 1) / math.sqrt(planned)
+
+
+def check_scale(scale: Any, query_heads: int) -> None:
+    """A finite number, or a real tensor of one number for all query heads or for each."""
+    if isinstance(scale, Tensor):
+        if scale.numel() not in (1, query_heads) or scale.dim() > 1 or scale.is_complex():
+            raise ValueError(
+                f"scale must be a float or a tensor of one value per query head ({query_heads},), "
+                f"got shape {tuple(scale.shape)} of {scale.dtype}"
+            )
+    elif torch.compiler.is_compiling():  # where a number may be a symbol
+        return
+    elif not isinstance(scale, numbers.Real):
+        raise TypeError(f"scale must be a number or a tensor, got {scale!r} of type {type(scale).__name__}")
+    elif not math.isfinite(scale):
+        raise ValueError(f"scale must be finite, got {scale}")
+
+
+def refuse_overflow(
+    results: Sequence[Tensor], rows: Sequence[Tensor], masked: Sequence[Tensor], mask: Tensor | None
+) -> None:
+    """ValueError where finite inputs gave numbers beyond the range of a dtype, in any batch row.
+
+    Only where looking costs little: on a GPU it would synchronise, and such rows are NaN or infinite. All
+    tensors begin with the batch; `masked` are those that `mask`, bool ``(B, 1, 1, n, 1)``, belongs to.
+    """
+    if results[0].device.type != "cpu" or not is_concrete(*results, *rows, *masked):
+        return
+    # One pass over memory; a sum of numbers that all fit may not, which the second look finds out.
+    if all(math.isfinite(x.detach().sum(dtype=_at_least_float32(x)).item()) for x in results):
+        return
+    taking_part = masked if mask is None else [torch.where(mask, x, 0.0) for x in masked]
+    overflowed = _finite_rows([*rows, *taking_part]) & ~_finite_rows(results)
+    if overflowed.any():
+        batch_row = int(overflowed.nonzero()[0])
+        raise ValueError(
+            f"the result of batch row {batch_row} is beyond the range of {results[0].dtype}, or something on "
+            "the way to it is: query, key or value are too large; normalise their rows, lower the scale, or "
+            "use a wider dtype"
+        )
 
 
 def to_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Under autocast, inputs go to its dtype, as those of torch's own attention do; float64 stays."""
     device = tensors[0].device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):
+    if not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)
 
 
+def _finite_rows(tensors: Sequence[Tensor]) -> Tensor:
+    """Which batch rows are finite in all of the tensors."""
+    return torch.stack([x.detach().isfinite().flatten(1).all(1) for x in tensors]).all(0)
+
+
+def _at_least_float32(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def check_tensors(**tensors: Any) -> None:
+    """Dense tensors of dtypes that attention is computed in, on one device and of as many dimensions."""
+    first_name, first = next(iter(tensors.items()))
+    for name, tensor in tensors.items():
+        _check_dense(name, tensor)
+        if tensor.dtype not in _DTYPES:
+            raise TypeError(
+                f"{name} must be a floating-point tensor, got {tensor.dtype}; known are float64, float32, "
+                "bfloat16 and float16"
+            )
+        if tensor.is_meta:
+            raise ValueError(f"{name} is on the meta device and holds no values; move it to a real one")
+        if tensor.device != first.device:
+            raise ValueError(
+                f"{name} is on {tensor.device} but {first_name} is on {first.device}; move one of them"
+            )
+        if tensor.dim() != first.dim():
+            raise ValueError(
+                f"{name} must have as many dimensions as {first_name}, got {tuple(tensor.shape)} beside "
+                f"{tuple(first.shape)}"
+            )
+
+
+def _check_dense(name: str, tensor: Any) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    if tensor.is_nested or tensor.layout != torch.strided:
+        raise TypeError(
+            f"{name} must be a dense tensor, got one of layout {tensor.layout}; pad or densify it"
+        )
+
+
 def _check_kind(name: str, tensor: Tensor, query: Tensor) -> None:
-    if not tensor.is_floating_point():
-        raise TypeError(f"{name} must be a floating-point tensor, got {tensor.dtype}")
     if tensor.dtype != query.dtype:
         raise TypeError(f"{name} is {tensor.dtype} but query is {query.dtype}; convert one of them")
-    if tensor.device != query.device:
-        raise ValueError(f"{name} is on {tensor.device} but query is on {query.device}; move one of them")
-    if tensor.dim() < 2 or tensor.dim() != query.dim():
-        raise ValueError(
-            f"{name} must be (..., heads, length, dim) with as many dimensions as query, "
-            f"got {tuple(tensor.shape)} beside {tuple(query.shape)}"
-        )
+    if tensor.dim() < 2:
+        raise ValueError(f"{name} must be (..., heads, length, dim), got {tuple(tensor.shape)}")
 
 
 def _heads(tensor: Tensor) -> int:
@@ -121,9 +204,12 @@ def arrange_mask(name: str, mask: Tensor | None, batch: torch.Size, rows: Tensor
     """A mask of `rows` as bool ``(B, 1, 1, n, 1)``."""
     if mask is None:
         return None
+    _check_dense(name, mask)
     if mask.dtype != torch.bool:
         raise TypeError(f"{name} must be bool with True = takes part, got {mask.dtype}")
     expected = (*batch, rows.shape[-2])
     if mask.shape != expected and mask.shape != (1,) * len(batch) + expected[-1:]:
         raise ValueError(f"{name} must have shape {expected}, got {tuple(mask.shape)}")
+    if mask.device != rows.device:
+        raise ValueError(f"{name} is on {mask.device} but query is on {rows.device}; move one of them")
     return mask.expand(expected).reshape(math.prod(batch), 1, 1, rows.shape[-2], 1)

@@ -7,20 +7,28 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from schoenbat import parallel
+from schoenbat import calibration, parallel
+from schoenbat.calibration import mean_row
 from schoenbat.features import MaclaurinFeatures
 from schoenbat.functional import RMFAState, rmfa, rmfa_step
+from schoenbat.inputs import check_tensors
 from schoenbat.kernels import DotProductKernel
 from schoenbat.kernels import kernel as get_kernel
 from schoenbat.normalization import NORMALIZATIONS, PostSBN, PreSBN
+from schoenbat.options import check_count
+from schoenbat.packed import attend_packed, from_jagged, refuse_mask_beside_jagged, to_jagged
+from schoenbat.windowed import RMFAWindowState, check_window, rmfa_window, rmfa_window_step
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 FIRST_SCALE = 4.0
 _FIRST_SHARE_OF_RADIUS = 0.9
+_FIRST_LOGIT = math.log(_FIRST_SHARE_OF_RADIUS / (1 - _FIRST_SHARE_OF_RADIUS))
 # ρ moves by about the learning rate a step; twenty times that is what a scale needs.
 SCALE_SPEED = 20.0
+
+State = RMFAState | RMFAWindowState
 
 
 class SchoenbAt(nn.Module):
@@ -40,11 +48,25 @@ class SchoenbAt(nn.Module):
         construction: as in `MaclaurinFeatures`.
         value_dim: None for head_dim.
         normalization: ``"token"``, ``"batch"``, ``"l2"`` or None, as in `PreSBN`. With None you keep the rows
-            short yourself: the map is planned for unit rows.
+            short yourself: the map is planned for unit rows. Rotary positions go onto queries and keys before
+            the call. A rotation keeps norms, so with ``"l2"`` and None logits still depend on the distance of
+            two positions alone (what the map leaves out or adds by chance does not); ``"token"`` and
+            ``"batch"`` subtract from a rotated row what does not turn with it, and logits come to depend on
+            the positions themselves.
         scale: ``"learned"``: one per head, ``4·exp(20ρ)``, or ``R·sigmoid(20ρ + logit 0.9)`` for a kernel of
             finite radius R, ρ starting at 0; a float; or None for ``1 / sqrt(head_dim)``, the paper's.
         post: apply post-SBN.
         trainable_features: train the map's directions and a gain for each degree.
+        window: an integer w: keys within ±w of a query are attended to exactly, all others by features, under
+            one denominator, where the far keys have a learned weight for each head that starts at 1 (see
+            `rmfa_window`). None: all keys by features.
+        center_keys: take from all keys, once normalised, what they have in common: for the kernel ``"exp"``
+            that changes nothing but how much is left for the features to do. True: the mean of a sequence's
+            keys, which a causal call cannot know; ``"learned"``: a parameter, from 0 or from `calibrate`.
+        map_per_head: a map for each key head, instead of one for all.
+        separate_maps: a trained matrix for each head in front of the map, one for queries, one for keys:
+            ``φ(qA)·φ(kB)``, both from the identity. Near keys never meet it.
+        num_key_heads: how many heads the keys have, where something is kept for each. None: num_heads.
         eps: of pre-SBN.
         seed: of the map. None draws one from torch's global generator.
         device: of parameters and map.
@@ -75,6 +97,11 @@ class SchoenbAt(nn.Module):
         scale: str | float | None = "learned",
         post: bool = True,
         trainable_features: bool = False,
+        window: int | None = None,
+        center_keys: bool | str = False,
+        map_per_head: bool = False,
+        separate_maps: bool = False,
+        num_key_heads: int | None = None,
         eps: float = 1e-13,
         seed: int | None = None,
         device: torch.device | str | None = None,
@@ -89,9 +116,13 @@ class SchoenbAt(nn.Module):
         if isinstance(scale, str) and scale != "learned":
             raise ValueError(f"scale must be 'learned', a float or None, got {scale!r}")
         self.process_group = process_group
+        self.window, self.center_keys = window, center_keys
         self._check_group(normalization)
-        self.num_heads = num_heads
-        self.value_dim = head_dim if value_dim is None else value_dim
+        self.num_heads = check_count("num_heads", num_heads)
+        self.num_key_heads = check_count(
+            "num_key_heads", num_heads if num_key_heads is None else num_key_heads
+        )
+        self.value_dim = check_count("value_dim", head_dim if value_dim is None else value_dim)
         self.always_causal = False
         self.kernel = get_kernel(kernel)
         learned = isinstance(scale, str)
@@ -101,21 +132,35 @@ class SchoenbAt(nn.Module):
             num_features,
             self.kernel,
             construction=construction,
+            num_heads=self.num_key_heads if map_per_head else None,
             scale=first,
             trainable=trainable_features,
             seed=seed,
             device=device,
             dtype=dtype,
         )
-        self.rho = nn.Parameter(torch.zeros(num_heads, device=device, dtype=dtype)) if learned else None
+        if window is not None:
+            check_window(self.features, window)
+        self._check_centring()
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.rho = nn.Parameter(torch.zeros(num_heads, **place)) if learned else None
+        self.far_rho = None if window is None else nn.Parameter(torch.zeros(num_heads, **place))
+        self.key_center: nn.Parameter | None = None
+        if center_keys == "learned":
+            self.key_center = nn.Parameter(torch.zeros(self.num_key_heads, head_dim, **place))
+        self.query_map: nn.Parameter | None = None
+        self.key_map: nn.Parameter | None = None
+        if separate_maps:
+            identity = torch.eye(head_dim, **place)
+            self.query_map = nn.Parameter(identity.repeat(num_heads, 1, 1))
+            self.key_map = nn.Parameter(identity.repeat(self.num_key_heads, 1, 1))
         self.query_norm: PreSBN | None = None
         self.key_norm: PreSBN | None = None
         if normalization is not None:
             self.query_norm, self.key_norm = (
-                PreSBN(normalization, num_heads, head_dim, eps=eps, device=device, dtype=dtype)
-                for _ in range(2)
+                PreSBN(normalization, num_heads, head_dim, eps=eps, **place) for _ in range(2)
             )
-        self.post = PostSBN(num_heads, self.value_dim, device=device, dtype=dtype) if post else None
+        self.post = PostSBN(num_heads, self.value_dim, **place) if post else None
 
     @classmethod
     def paper(
@@ -153,9 +198,16 @@ class SchoenbAt(nn.Module):
         rho = SCALE_SPEED * self.rho.to(torch.promote_types(self.rho.dtype, torch.float32))
         if self.kernel.radius == math.inf:
             return FIRST_SCALE * rho.exp()
-        share = math.log(_FIRST_SHARE_OF_RADIUS / (1 - _FIRST_SHARE_OF_RADIUS))
         # In float32 a sigmoid reaches 1.
-        return self.kernel.radius * torch.sigmoid(rho + share).clamp(max=1 - 1e-6)
+        return self.kernel.radius * torch.sigmoid(rho + _FIRST_LOGIT).clamp(max=1 - 1e-6)
+
+    @property
+    def far_weight(self) -> Tensor:
+        """What far keys weigh beside near ones, ``(num_heads,)``; ones where nothing is near."""
+        if self.far_rho is None:
+            return torch.ones(self.num_heads, device=self.features.feature_weights.device)
+        rho = self.far_rho.to(torch.promote_types(self.far_rho.dtype, torch.float32))
+        return (SCALE_SPEED * rho).exp()
 
     def forward(
         self,
@@ -171,7 +223,8 @@ class SchoenbAt(nn.Module):
         """Attend.
 
         Args:
-            query: ``(B, H, n_q, d)``.
+            query: ``(B, H, n_q, d)``; or all three nested, ``(B, H, jagged, ·)`` of layout torch.jagged, as
+                the output then is.
             key: ``(B, H, n_k, d)``; fewer heads with `enable_gqa`.
             value: ``(B, H, n_k, d_v)``.
             key_mask: bool ``(B, n_k)``, **True = takes part**.
@@ -184,36 +237,83 @@ class SchoenbAt(nn.Module):
             ``(B, H, n_q, d_v)``.
         """
         is_causal = is_causal or self.always_causal
-        self._check(query, value)
+        if isinstance(query, Tensor) and query.is_nested:
+            refuse_mask_beside_jagged(key_mask, query_mask)
+            return self._forward_jagged(query, key, value, is_causal, enable_gqa)
+        self._check(query, key, value)
+        self._refuse_leak(is_causal)
+        self._check_group(None if self.query_norm is None else self.query_norm.mode)
+        query, key = self._normalize(query, key, query_mask, key_mask)
+        out = self.attend(query, key, value, key_mask=key_mask, is_causal=is_causal, enable_gqa=enable_gqa)
+        return out if self.post is None else self.post(out)
+
+    def _forward_jagged(
+        self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, enable_gqa: bool
+    ) -> Tensor:
+        """What works on rows sees all sequences as one; what works on sequences sees each of them alone."""
+        if self.process_group is not None:
+            raise ValueError("a process_group splits dense sequences; pad jagged ones")
+        self._refuse_leak(is_causal)
+        packed = from_jagged(query=query, key=key, value=value)
+        q, k, v = (x.rows.transpose(0, 1)[None] for x in packed)  # (1, H, total, d)
+        self._check(q, k, v)
+        q, k = (x[0].transpose(0, 1) for x in self._normalize(q, k, None, None))
+
+        def attend(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor) -> Tensor:
+            return self.attend(
+                query, key, value, key_mask=key_mask, is_causal=is_causal, enable_gqa=enable_gqa
+            )
+
+        out = attend_packed(attend, q, k, packed[2].rows, packed[0].starts, packed[1].starts)
+        if self.post is not None:
+            out = self.post(out.transpose(0, 1)).transpose(0, 1)
+        return to_jagged(out, packed[0].starts)
+
+    def _refuse_leak(self, is_causal: bool) -> None:
         if is_causal and self.training and self.query_norm is not None and self.query_norm.mode == "batch":
             raise ValueError(
                 "normalization='batch' takes its statistics from the whole sequence and so leaks the future "
                 "into causal training; use normalization='token'"
             )
-        self._check_group(None if self.query_norm is None else self.query_norm.mode)
-        query, key = self._normalize(query, key, query_mask, key_mask)
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        key_mask: Tensor | None = None,
+        is_causal: bool = False,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """What stands between pre-SBN and post-SBN: `forward` for rows that are normalised already."""
+        key = self._center(key, key_mask, is_causal)
         options: dict[str, Any] = {
             "key_mask": key_mask,
             "is_causal": is_causal,
             "scale": self.scale,
             "enable_gqa": enable_gqa,
         }
+        if self.window is not None:
+            options |= {"far_weight": self.far_weight, "far_maps": self._far_maps}
+            return rmfa_window(query, key, value, self.features, self.window, **options)
+        query, key = self._map(query, key)
         if self.process_group is None:
-            out = rmfa(query, key, value, self.features, **options)
-        else:
-            out = parallel.rmfa(query, key, value, self.features, group=self.process_group, **options)
-        return out if self.post is None else self.post(out)
+            return rmfa(query, key, value, self.features, **options)
+        return parallel.rmfa(query, key, value, self.features, group=self.process_group, **options)
 
     def step(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        state: RMFAState | None,
+        state: State | None,
         *,
         key_mask: Tensor | None = None,
-    ) -> tuple[Tensor, RMFAState]:
+    ) -> tuple[Tensor, State]:
         """Decode n new tokens; the state of fixed size stands for all before them (None: nothing before).
+
+        With a window it is an `RMFAWindowState`, else an `RMFAState`.
 
         Example:
             >>> attention = SchoenbAt(8, 4, 64).eval()
@@ -223,27 +323,97 @@ class SchoenbAt(nn.Module):
             >>> state.count.tolist()
             [2, 2]
         """
-        self._check(query, value)
+        self._check(query, key, value)
         if self.training and self.query_norm is not None and self.query_norm.mode == "batch":
             raise ValueError("normalization='batch' decodes with its running averages: call .eval() first")
-        if state is None:
-            batch, kv_heads = key.shape[:2]
-            state = RMFAState.zeros(
-                self.features, batch, kv_heads, self.value_dim, device=key.device, dtype=key.dtype
-            )
         query, key = self._normalize(query, key, None, key_mask)
-        grouped = query.shape[-3] != key.shape[-3]
-        out, state = rmfa_step(
-            query,
-            key,
-            value,
-            self.features,
-            state,
-            key_mask=key_mask,
-            scale=self.scale,
-            enable_gqa=grouped,
-        )
+        key = self._center(key, key_mask, is_causal=True)
+        options: dict[str, Any] = {
+            "key_mask": key_mask,
+            "scale": self.scale,
+            "enable_gqa": query.shape[-3] != key.shape[-3],
+        }
+        state = self._first_state(key) if state is None else state
+        if isinstance(state, RMFAWindowState) != (self.window is not None):
+            raise TypeError(f"a module with window={self.window} does not go on from {type(state).__name__}")
+        if isinstance(state, RMFAWindowState):
+            options |= {"far_weight": self.far_weight, "far_maps": self._far_maps}
+            out, state = rmfa_window_step(query, key, value, self.features, state, **options)
+        else:
+            query, key = self._map(query, key)
+            out, state = rmfa_step(query, key, value, self.features, state, **options)
         return (out if self.post is None else self.post(out)), state
+
+    def _first_state(self, key: Tensor) -> State:
+        sizes = *key.shape[:2], self.value_dim
+        place: dict[str, Any] = {"device": key.device, "dtype": key.dtype}
+        if self.window is None:
+            return RMFAState.zeros(self.features, *sizes, **place)
+        return RMFAWindowState.zeros(self.features, self.window, *sizes, **place)
+
+    @torch.no_grad()
+    def calibrate(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        key_mask: Tensor | None = None,
+        is_causal: bool = False,
+        target_scale: float | None = None,
+    ) -> None:
+        """Fit the module to the inputs of a trained softmax attention, without gradients.
+
+        A learned centre becomes the mean key, the directions of an ``"exact-low"`` map the main ones of
+        queries and keys, and with a `target_scale` each head gets the scale at which its output comes closest
+        to that of softmax at the target's. Where a window sees near keys exactly, at the target's scale, the
+        features' own can differ from it through separate maps only, but far keys get the weight that they are
+        best seen with. Quadratic in n.
+
+        Args:
+            query: ``(B, H, n, d)``, as `forward` takes them.
+            key: likewise; fewer heads if they are shared.
+            value: ``(B, H, n, d_v)``.
+            key_mask: bool ``(B, n)``, **True = takes part**.
+            is_causal: fit causal attention.
+            target_scale: of the softmax to come close to, ``1 / sqrt(d)`` mostly. None: leave all scales.
+
+        Example:
+            >>> options = {"construction": "exact-low", "normalization": None, "center_keys": "learned"}
+            >>> attention = SchoenbAt(8, 4, 64, **options)
+            >>> q, k, v = torch.randn(3, 2, 4, 50, 8).unbind()
+            >>> attention.calibrate(q, k + 3, v, is_causal=True, target_scale=8**-0.5)
+            >>> attention.key_center.round().unique().tolist(), attention.scale.shape
+            ([3.0], torch.Size([4]))
+        """
+        self._check(query, key, value)
+        query, key = self._normalize(query, key, None, key_mask, track=False)
+        calibration.fit_centre(self, key, key_mask)
+        calibration.fit_directions(self, query, self._center(key, key_mask, is_causal), key_mask)
+        if target_scale is not None:
+            call = calibration.Call(query, key, value, key_mask, is_causal)
+            calibration.fit_scale(self, call, target_scale)
+
+    def set_scale(self, scale: Tensor) -> None:
+        """Give each head the logit scale it is to go on from, ``(num_heads,)``, where it is learned."""
+        if self.rho is None:
+            raise ValueError(
+                f"the scale is fixed at {self.features.scale:.4g}; make the module with scale='learned'"
+            )
+        scale = scale.to(self.rho.device, torch.float64)
+        if self.kernel.radius == math.inf:
+            rho = (scale / FIRST_SCALE).log()
+        else:
+            rho = torch.logit(scale / self.kernel.radius) - _FIRST_LOGIT
+        with torch.no_grad():
+            self.rho.copy_(rho / SCALE_SPEED)
+
+    def set_far_weight(self, weight: Tensor) -> None:
+        """Give each head the weight of far keys that it is to go on from, ``(num_heads,)``."""
+        if self.far_rho is None:
+            raise ValueError("without a window all keys are far; make the module with window=w")
+        with torch.no_grad():
+            self.far_rho.copy_(weight.to(self.far_rho.device, torch.float64).log() / SCALE_SPEED)
 
     def _normalize(
         self,
@@ -257,6 +427,33 @@ class SchoenbAt(nn.Module):
         if self.query_norm is None or self.key_norm is None:
             return query, key
         return self.query_norm(query, query_mask, track=track), self.key_norm(key, key_mask, track=track)
+
+    def _center(self, key: Tensor, key_mask: Tensor | None, is_causal: bool) -> Tensor:
+        if self.key_center is not None:
+            if key.shape[-3] != self.num_key_heads:
+                raise ValueError(
+                    f"the learned centre has {self.num_key_heads} key heads, got keys {tuple(key.shape)}; "
+                    "pass num_key_heads"
+                )
+            return key - self.key_center.to(key.dtype)[:, None]
+        if not self.center_keys:
+            return key
+        if is_causal:
+            raise ValueError(
+                "center_keys=True takes the mean of the whole sequence, which leaks the future into a causal "
+                "call; use center_keys='learned' and calibrate() or train it"
+            )
+        return (key - mean_row(key, key_mask)).to(key.dtype)
+
+    def _map(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        if self._far_maps is None:
+            return query, key
+        query_map, key_map = self._far_maps
+        return query @ query_map.to(query.dtype), key @ key_map.to(key.dtype)
+
+    @property
+    def _far_maps(self) -> tuple[Tensor, Tensor] | None:
+        return None if self.query_map is None or self.key_map is None else (self.query_map, self.key_map)
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the group, which means nothing outside the processes that made it."""
@@ -273,13 +470,28 @@ class SchoenbAt(nn.Module):
         if self.process_group is None:
             return
         parallel.check_group(self.process_group)
+        if self.window is not None or self.center_keys is True:
+            raise ValueError(
+                "window and center_keys=True need the whole sequence, of which a rank of the process_group "
+                "holds a shard; leave them out, or use center_keys='learned'"
+            )
         if normalization == "batch":
             raise ValueError(
                 "normalization='batch' takes its statistics from the whole sequence, of which a rank of the "
                 "process_group holds a shard; use normalization='token', 'l2' or None"
             )
 
-    def _check(self, query: Tensor, value: Tensor) -> None:
+    def _check_centring(self) -> None:
+        if self.center_keys not in (False, True, "learned"):
+            raise ValueError(f"center_keys must be False, True or 'learned', got {self.center_keys!r}")
+        if self.center_keys and self.kernel.name not in ("exp", "trigh"):
+            raise ValueError(
+                f"center_keys needs the kernel 'exp', for which a common shift of all keys cancels; with "
+                f"{self.kernel.name!r} it would be another attention"
+            )
+
+    def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        check_tensors(query=query, key=key, value=value)
         if query.dim() < 3 or query.shape[-3] != self.num_heads:
             raise ValueError(
                 f"expected query (B, {self.num_heads}, n, {self.features.head_dim}), got {tuple(query.shape)}"

@@ -5,8 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from schoenbat.functional import rmfa
+from schoenbat.inputs import check_tensors
 from schoenbat.modules import SchoenbAt
+from schoenbat.options import check_count, check_dtype, check_number
 
 
 class MultiheadSchoenbAt(nn.MultiheadAttention):
@@ -59,6 +60,17 @@ class MultiheadSchoenbAt(nn.MultiheadAttention):
         **options: Any,
     ) -> None:
         place = {"device": device, "dtype": dtype}
+        for name, size in (
+            ("embed_dim", embed_dim),
+            ("num_heads", num_heads),
+            ("kdim", kdim),
+            ("vdim", vdim),
+        ):
+            check_count(name, embed_dim if size is None else size)
+        if embed_dim % num_heads:
+            raise ValueError(f"embed_dim must be divisible by num_heads, got {embed_dim} and {num_heads}")
+        check_number("dropout", dropout, 0, 1)
+        check_dtype("dtype", dtype)
         super().__init__(
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, **place
         )
@@ -101,11 +113,10 @@ class MultiheadSchoenbAt(nn.MultiheadAttention):
             The output, shaped like the query, and the weights ``(B, n_q, n_k)`` or ``(B, H, n_q, n_k)``, or
             None.
         """
-        if query.is_nested:
+        if isinstance(query, Tensor) and query.is_nested:
             return self._forward_nested(query, key, value, need_weights, average_attn_weights, is_causal)
+        self._check(query, key, value)
         batched, is_self_attention = query.dim() == 3, query is key
-        if query.dim() not in (2, 3):
-            raise ValueError(f"expected a query of 2 or 3 dimensions, got {tuple(query.shape)}")
         if not batched:
             query, key, value = (x[None] for x in (query, key, value))
             key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
@@ -133,17 +144,34 @@ class MultiheadSchoenbAt(nn.MultiheadAttention):
     def _forward_nested(
         self, query: Tensor, key: Tensor, value: Tensor, need_weights: bool, average: bool, is_causal: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """An `nn.TransformerEncoder` built with another attention packs padded batches in eval mode."""
+        """Of either layout: an `nn.TransformerEncoder` built with another attention makes strided ones."""
         if query is not key or key is not value:
             raise ValueError("nested tensors are taken for self-attention only; pad them to dense tensors")
         lengths = [row.shape[0] for row in query.unbind()]
-        dense = query.to_padded_tensor(0.0)
+        dense = query.to_padded_tensor(0.0)[:, : max(lengths)]
         ends = torch.tensor(lengths, device=dense.device)[:, None]
         ignored = torch.arange(dense.shape[1], device=dense.device) >= ends
         dense = dense if self.batch_first else dense.transpose(0, 1)
         out, weights = self.forward(dense, dense, dense, ignored, need_weights, None, average, is_causal)
         rows = out if self.batch_first else out.transpose(0, 1)
-        return torch.nested.as_nested_tensor([x[:n] for x, n in zip(rows, lengths, strict=True)]), weights
+        parts = [x[:n] for x, n in zip(rows, lengths, strict=True)]
+        if query.layout == torch.jagged:
+            starts: Tensor = query.offsets()  # type: ignore[attr-defined]
+            return torch.nested.nested_tensor_from_jagged(torch.cat(parts), starts), weights
+        return torch.nested.as_nested_tensor(parts), weights
+
+    def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        check_tensors(query=query, key=key, value=value)
+        widths = {"query": self.embed_dim, "key": self.kdim, "value": self.vdim}
+        for (name, width), x in zip(widths.items(), (query, key, value), strict=True):
+            if x.dim() not in (2, 3) or x.dim() != query.dim() or x.shape[-1] != width:
+                raise ValueError(
+                    f"expected a {name} of 2 or 3 dimensions, as many as the query's, and of width {width}, "
+                    f"got {tuple(x.shape)} beside {tuple(query.shape)}"
+                )
+        # Under autocast the projections bring all of them to one dtype.
+        if not torch.is_autocast_enabled(query.device.type) and query.dtype != self.out_proj.weight.dtype:
+            raise TypeError(f"query is {query.dtype}, the parameters are {self.out_proj.weight.dtype}")
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if self.in_proj_weight is not None:
@@ -188,15 +216,8 @@ class MultiheadSchoenbAt(nn.MultiheadAttention):
         attention = self.attention
         query, key = attention._normalize(query, key, query_mask, key_mask, track=False)
         one_hot = torch.eye(key.shape[-2], dtype=key.dtype, device=key.device).expand(*key.shape[:-1], -1)
-        weights = rmfa(
-            query,
-            key,
-            one_hot,
-            attention.features,
-            key_mask=key_mask,
-            is_causal=causal or attention.always_causal,
-            scale=attention.scale,
-        )
+        causal = causal or attention.always_causal
+        weights = attention.attend(query, key, one_hot, key_mask=key_mask, is_causal=causal)
         return weights.mean(1) if average else weights
 
 

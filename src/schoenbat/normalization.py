@@ -1,16 +1,24 @@
 """ppSBN: bring rows into the unit ball before the feature map, give the output its scale back after it."""
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from schoenbat.collectives import WithProcessGroup, check_group, sum_over_ranks
+from schoenbat.inputs import arrange_mask, check_tensors
+from schoenbat.ops.blocks import is_concrete
+from schoenbat.options import check_count, check_dtype, check_number
 from schoenbat.precision import refuse_half
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 NORMALIZATIONS = ("token", "batch", "l2", None)
 
 
-class PreSBN(nn.Module):
+class PreSBN(WithProcessGroup):
     """Pre-SBN: rows of norm 1 (or 0), as Schoenberg's theorem asks for.
 
     - ``"token"``: ``u = x − mean over the channels``, then ``u / ‖u‖``. What the authors of the paper ran.
@@ -29,6 +37,8 @@ class PreSBN(nn.Module):
         momentum: of the running averages.
         device: of the running averages.
         dtype: of the running averages; float32 at least.
+        process_group: the ranks over whose tokens ``"batch"`` takes its statistics in training; None for this
+            process alone. See `synchronize_statistics`.
 
     Shape:
         ``(B, H, n, d) -> (B, H, n, d)``, mask bool ``(B, n)`` with True = takes part.
@@ -52,14 +62,22 @@ class PreSBN(nn.Module):
         momentum: float = 0.1,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        process_group: "ProcessGroup | None" = None,
     ) -> None:
         super().__init__()
         if mode not in NORMALIZATIONS or mode is None:
             raise ValueError(f"unknown normalization {mode!r}; known: 'token', 'batch', 'l2'")
-        self.mode, self.eps, self.momentum = mode, eps, momentum
+        self.mode, self.eps = mode, check_number("eps", eps, 1e-30)
+        self.momentum = check_number("momentum", momentum, 0, 1)
+        check_dtype("dtype", dtype)
+        if process_group is not None:
+            check_group(process_group)
+            self.process_group = process_group
         if mode == "batch":
             if num_heads is None or head_dim is None:
                 raise ValueError("normalization='batch' keeps statistics: it needs num_heads and head_dim")
+            check_count("num_heads", num_heads)
+            check_count("head_dim", head_dim)
             dtype = torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)
             shape = num_heads, 1, head_dim
             self.register_buffer("running_mean", torch.zeros(shape, device=device, dtype=dtype))
@@ -67,6 +85,7 @@ class PreSBN(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None = None, *, track: bool = True) -> Tensor:
         """Normalise the rows of x; with `track`, the running averages of ``"batch"`` follow in training."""
+        check_tensors(x=x)
         with torch.autocast(x.device.type, enabled=False):
             rows = x.to(torch.promote_types(x.dtype, torch.float32))
             if self.mode == "token":
@@ -74,6 +93,8 @@ class PreSBN(nn.Module):
             elif self.mode == "batch":
                 rows = self._standardize(rows, mask, track)
             square = rows.square().sum(-1, keepdim=True)
+            if is_concrete(square) and square.device.type == "cpu" and square.isinf().any():
+                rows, square = _without_overflow(rows, square)
             return (rows * square.clamp(min=x.shape[-1] * self.eps).rsqrt()).to(x.dtype)
 
     def _standardize(self, rows: Tensor, mask: Tensor | None, track: bool) -> Tensor:
@@ -82,10 +103,12 @@ class PreSBN(nn.Module):
                 f"normalization='batch' keeps statistics for {self.running_mean.shape[0]} heads: expected "
                 f"(batch, heads, n, d), got {tuple(rows.shape)}; use 'token' where key heads are shared"
             )
+        arranged = arrange_mask("mask", mask, rows.shape[:1], rows)
+        mask = None if arranged is None else arranged[:, 0]  # (B, 1, n, 1)
         mean, variance = self.running_mean.to(rows.dtype), self.running_variance.to(rows.dtype)
         if self.training:
             if mask is not None:  # here, not in the statistics alone: a NaN would reach every row's gradient
-                rows = torch.where(mask[:, None, :, None], rows, 0.0)
+                rows = torch.where(mask, rows, 0.0)
             mean, variance = self._batch_statistics(rows, mask, mean, variance, track)
         return (rows - mean) * (variance + self.eps).rsqrt()
 
@@ -93,14 +116,13 @@ class PreSBN(nn.Module):
         self, rows: Tensor, mask: Tensor | None, mean: Tensor, variance: Tensor, track: bool
     ) -> tuple[Tensor, Tensor]:
         """Masked mean and biased variance ``(H, 1, d)``; where no token takes part, the running averages."""
-        if mask is None:
-            weight = rows.new_ones(rows.shape[0], 1, rows.shape[2], 1)
-        else:
-            weight = mask.to(rows.dtype)[:, None, :, None]
-        count = weight.sum()
+        everywhere = rows.new_ones(rows.shape[0], 1, rows.shape[2], 1)
+        weight = everywhere if mask is None else mask.to(rows.dtype)
+        total, count = self._over_ranks(rows.sum((0, 2)).unsqueeze(1), weight.sum())
         divisor = count.clamp(min=1)
-        batch_mean = rows.sum((0, 2)).unsqueeze(1) / divisor
-        batch_variance = ((rows - batch_mean).square() * weight).sum((0, 2)).unsqueeze(1) / divisor
+        batch_mean = total / divisor
+        (squares,) = self._over_ranks(((rows - batch_mean).square() * weight).sum((0, 2)).unsqueeze(1))
+        batch_variance = squares / divisor
         momentum = torch.where(count > 0, self.momentum if track else 0.0, 0.0)
         with torch.no_grad():
             self.running_mean.lerp_(batch_mean.detach().to(self.running_mean.dtype), momentum.to(mean.dtype))
@@ -110,12 +132,62 @@ class PreSBN(nn.Module):
         seen = count > 0
         return torch.where(seen, batch_mean, mean), torch.where(seen, batch_variance, variance)
 
+    def _over_ranks(self, *sums: Tensor) -> tuple[Tensor, ...]:
+        """Each summed over the ranks of the group, in one message."""
+        if self.process_group is None:
+            return sums
+        message = torch.cat([part.flatten() for part in sums])
+        parts = sum_over_ranks(message, self.process_group).split([part.numel() for part in sums])
+        return tuple(whole.view_as(part) for whole, part in zip(parts, sums, strict=True))
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "PreSBN":
         """Running averages stay in float32: in half precision an average with momentum 0.1 stands still."""
         return super()._apply(refuse_half(fn), recurse)
 
     def extra_repr(self) -> str:
         return f"{self.mode!r}, eps={self.eps:g}"
+
+
+def synchronize_statistics(model: nn.Module, process_group: "ProcessGroup") -> nn.Module:
+    """Let every ``normalization="batch"`` of a model take its statistics over all ranks of a group.
+
+    What `torch.nn.SyncBatchNorm` is to batch normalisation. Tokens that take part are counted and added up on
+    all ranks, in two messages of about ``H·d`` numbers for the queries and two for the keys; outputs,
+    gradients and running averages are those of one process that sees the joined batch. Every rank must call
+    the model, and backward, as often as the others: one that stays away leaves them waiting. Eval mode sends
+    nothing.
+
+    Args:
+        model: changed in place, before or after data parallelism wraps it.
+        process_group: the ranks that share the batch, ``torch.distributed.group.WORLD`` for all there are.
+
+    Returns:
+        The model.
+
+    Example:
+        >>> torch.distributed.init_process_group(
+        ...     "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+        ... )
+        >>> norm = synchronize_statistics(PreSBN("batch", 4, 8), torch.distributed.group.WORLD)
+        >>> norm(torch.randn(2, 4, 10, 8)).shape
+        torch.Size([2, 4, 10, 8])
+        >>> torch.distributed.destroy_process_group()
+    """
+    check_group(process_group)
+    for module in model.modules():
+        if isinstance(module, PreSBN) and module.mode == "batch":
+            module.process_group = process_group
+    return model
+
+
+def _without_overflow(rows: Tensor, square: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows whose squares do not fit, shortened before they are squared: a unit row does not show it.
+
+    Where looking would synchronise (on a GPU) such rows, longer than 1e19 in float32, become zeros instead.
+    """
+    shorter = rows / rows.detach().abs().amax(-1, keepdim=True).clamp(min=1)
+    rows = torch.where(square.isinf(), shorter, rows)
+    return rows, rows.square().sum(-1, keepdim=True)
 
 
 class PostSBN(nn.Module):
@@ -151,6 +223,9 @@ class PostSBN(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_count("num_heads", num_heads)
+        check_count("value_dim", value_dim, 0)
+        check_dtype("dtype", dtype)
         self.gamma = nn.Parameter(torch.ones(num_heads, value_dim, device=device, dtype=dtype))
         self.beta = nn.Parameter(torch.ones(num_heads, value_dim, device=device, dtype=dtype))
 
@@ -158,4 +233,5 @@ class PostSBN(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             dtype = torch.promote_types(x.dtype, torch.float32)
             a, gamma, beta = x.to(dtype), self.gamma.to(dtype)[:, None], self.beta.to(dtype).abs()[:, None]
-            return (gamma * a * (a.square() + self.epsilon**2).pow((beta - 1) / 2)).to(x.dtype)
+            size = torch.hypot(a, a.new_full((), self.epsilon))  # whose square may not fit
+            return (gamma * a * size.pow(beta - 1)).to(x.dtype)

@@ -6,14 +6,13 @@ of all states; causal attention goes on from the sum of the states of the ranks 
 """
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
+from schoenbat.collectives import check_group, gather, sum_of_earlier_ranks, sum_over_ranks
 from schoenbat.features import MaclaurinFeatures
 from schoenbat.functional import RMFAState, rmfa_step
 from schoenbat.functional import rmfa as rmfa_on_one_rank
@@ -51,7 +50,11 @@ def rmfa(
 
     The gradients are those of the sum of all ranks' losses. Query, key and value get theirs whole; map and
     scale, of which each rank has a copy, get a part on each rank, and the sum over the ranks is the gradient.
-    Where data parallelism averages instead, multiply by the group's size.
+
+    In a ``DeviceMesh`` of data-parallel and sequence-parallel ranks, ``group`` is ``mesh["sp"].get_group()``,
+    and gradients are averaged over *all* ranks: by DDP in the default group, by FSDP2 with
+    ``fully_shard(model, mesh=mesh)``. Where each rank's loss is the mean over its tokens, as many on each,
+    that gives the gradient of the mean over all tokens.
 
     Differentiable once. A group of one rank is the plain call.
 
@@ -122,16 +125,6 @@ def rmfa(
     return out
 
 
-def check_group(group: "ProcessGroup") -> None:
-    """Raise a TypeError for what is not a group that this process belongs to."""
-    if not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
-        raise TypeError(
-            f"group must be a torch.distributed.ProcessGroup that this process belongs to, got {group!r}; "
-            "call torch.distributed.init_process_group first and pass torch.distributed.group.WORLD, or on "
-            "its own ranks a group from new_group"
-        )
-
-
 def _check_implementation(implementation: str, query: Tensor) -> None:
     obstacle = "the shards of a sequence are summarized and read by the eager functions"
     if dispatch.choose(implementation, obstacle, query) == "reference":
@@ -145,15 +138,15 @@ def _sum_over_ranks(state: RMFAState, group: "ProcessGroup") -> RMFAState:
     """The state of the whole sequence."""
     count = state.count.clone()
     counting = dist.all_reduce(count, group=group, async_op=True)
-    sums = _Sum.apply(_flatten(state), group)
+    sums = sum_over_ranks(_flatten(state), group)
     counting.wait()
     return _unflatten(sums, count, state)
 
 
 def _sum_of_earlier_ranks(state: RMFAState, group: "ProcessGroup") -> RMFAState:
     """The state before this rank's shard."""
-    sums = _ExclusivePrefix.apply(_flatten(state), group)
-    counts = _gather(state.count, group)
+    sums = sum_of_earlier_ranks(_flatten(state), group)
+    counts = gather(state.count, group)
     return _unflatten(sums, counts[: group.rank()].sum(0), state)
 
 
@@ -176,44 +169,3 @@ def _unflatten(flat: Tensor, count: Tensor, like: RMFAState) -> RMFAState:
 
 def _parts(state: RMFAState) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return state.feature_value, state.feature_sum, state.key_sum, state.value_sum
-
-
-class _Sum(Function):
-    """``y_r = Σ_p x_p`` on every rank r; every rank reads every x, so ``x̄_r = Σ_p ȳ_p``."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: "ProcessGroup") -> Tensor:
-        ctx.group = group
-        return _reduce(x, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _reduce(grad, ctx.group), None
-
-
-class _ExclusivePrefix(Function):
-    """``y_r = Σ_{p < r} x_p``; the ranks after r read its x, so ``x̄_r = Σ_{p > r} ȳ_p``."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: "ProcessGroup") -> Tensor:
-        ctx.group = group
-        return _gather(x, group)[: group.rank()].sum(0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _gather(grad, ctx.group)[ctx.group.rank() + 1 :].sum(0), None
-
-
-def _reduce(x: Tensor, group: "ProcessGroup") -> Tensor:
-    total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
-    return total
-
-
-def _gather(x: Tensor, group: "ProcessGroup") -> Tensor:
-    """The tensors of all ranks, ``(ranks, ...)``."""
-    every = x.new_empty(group.size(), *x.shape)
-    dist.all_gather(list(every.unbind()), x.contiguous(), group=group)
-    return every

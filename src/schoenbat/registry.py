@@ -73,6 +73,8 @@ def build_attention(text: str, head_dim: int, num_heads: int, max_length: int | 
     >>> build_attention("softmax:causal=true", head_dim=32, num_heads=2)
     Softmax(head_dim=32, num_heads=2)
     """
+    if not isinstance(text, str):
+        raise TypeError(f"an attention is named by a str, got {text!r}; known are {', '.join(_ATTENTIONS)}")
     name, _, option_text = text.partition(":")
     options = _parse_options(name, option_text, attention_options(name))
     attention = _ATTENTIONS[name]

@@ -84,6 +84,7 @@ def test_timing(data, tmp_path):
         (["--steps", "1"], "at least 2 steps"),
         (["--precision", "8-bit"], "8-bit"),
         (["--accelerator", "abacus"], "abacus"),
+        (["--strategy", "zero"], "--strategy is one of auto, ddp, fsdp"),
     ],
 )
 def test_what_is_wrong_is_said(data, tmp_path, arguments, problem):

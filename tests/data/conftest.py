@@ -110,7 +110,7 @@ class Server(ThreadingHTTPServer):
 
     ``cut`` is after how many bytes of an answer the connection breaks off; ``version`` is the ETag, None for
     no ETag; with ``ranges`` False requests for a part are answered with the whole, and such a request is
-    answered with a part that begins ``shift`` bytes too late.
+    answered with a part that begins ``shift`` bytes too late. ``redirect`` is where every request is sent.
     """
 
     def __init__(self):
@@ -120,6 +120,7 @@ class Server(ThreadingHTTPServer):
         self.version: str | None = '"1"'
         self.ranges = True
         self.shift = 0
+        self.redirect: str | None = None
         self.requests: list[str | None] = []
         self.sent = 0
 
@@ -133,6 +134,11 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         asked = self.headers.get("Range")
         self.server.requests.append(asked)
+        if self.server.redirect:
+            self.send_response(302)
+            self.send_header("Location", self.server.redirect)
+            self.end_headers()
+            return
         content = self.server.files.get(self.path.rpartition("/")[2])
         if content is None:
             self.send_error(404)

@@ -160,3 +160,19 @@ def test_the_manifest_is_plain_json(written):
     content = json.loads((written / "manifest.json").read_text())
     assert content["bytes"]["sequences.npy"] == (written / "sequences.npy").stat().st_size
     assert content["format"] == cache.FORMAT
+
+
+def test_values_that_changed_under_the_checksum_are_found(written):
+    path = written / "sequences.npy"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=((later := (written / "manifest.json").stat().st_mtime_ns + 10**9), later))
+    with pytest.raises(DataError, match=r"were changed since they were prepared.*delete .*prepare it again"):
+        cache.read(written)
+
+
+def test_a_copy_with_new_times_is_read(written):
+    for path in written.glob("*.npy"):
+        os.utime(path, ns=((later := (written / "manifest.json").stat().st_mtime_ns + 10**9), later))
+    assert fingerprint(cache.read(written)[0]) == fingerprint(some_arrays())

@@ -206,3 +206,15 @@ def test_without_pyarrow_the_install_command_is_shown(review_parquet, monkeypatc
     monkeypatch.setattr(builtins, "__import__", refuse)
     with pytest.raises(RuntimeError, match=r"pip install 'schoenbat\[cli\]'"):
         data.load("text", review_parquet.parent)
+
+
+def test_a_source_that_changes_does_not_change_what_was_prepared(review_parquet, tmp_path, make):
+    root = tmp_path / "root"
+    data.prepare("text", root, review_parquet)
+    before = data.load("text", root)
+    content = review_parquet.read_bytes()
+    review_parquet.write_bytes(content[: len(content) // 2])
+    assert data.load("text", root).fingerprint == before.fingerprint
+    with pytest.raises(DataError):
+        data.prepare("text", root, review_parquet)
+    assert data.load("text", root).fingerprint == before.fingerprint

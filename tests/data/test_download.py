@@ -151,3 +151,33 @@ def test_addresses_that_give_nothing(web, tmp_path):
         download.download("http://127.0.0.1:1/file.gz", tmp_path)
     with pytest.raises(DataError, match="does not end with the name of a file"):
         download.download("http://127.0.0.1:1/", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "url", ["file:///etc/passwd", "ftp://127.0.0.1/a.gz", "data:,a", "/etc/passwd", "a.gz"]
+)
+def test_only_http_is_fetched(url, tmp_path):
+    with pytest.raises(DataError, match="is not fetched: an address begins with http:// or https://"):
+        download.download(url, tmp_path)
+
+
+def test_a_redirection_leads_to_http_only(web, tmp_path):
+    web.redirect = "ftp://127.0.0.1:1/thing.tar.gz"
+    with pytest.raises(DataError, match="unknown url type: ftp"):
+        download.download(web.url(NAME), tmp_path)
+
+
+def test_an_address_may_name_its_checksum(web, tmp_path):
+    good = hashlib.sha256(CONTENT).hexdigest()
+    assert download.download(f"{web.url(NAME)}#sha256={good}", tmp_path).read_bytes() == CONTENT
+    with pytest.raises(DataError, match=f"has the SHA-256 checksum {good}, not the 0123 asked for"):
+        download.download(f"{web.url(NAME)}#sha256=0123", tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_changed_on_the_disk_is_not_taken(fetch):
+    path = fetch()
+    path.write_bytes(CONTENT[:-1] + b"?")
+    with pytest.raises(DataError, match=r"it was fetched with; it was deleted\. Run it again"):
+        fetch()
+    assert fetch().read_bytes() == CONTENT

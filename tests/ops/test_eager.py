@@ -13,7 +13,7 @@ from oracle import (
     rows,
 )
 
-from schoenbat import rmfa
+from schoenbat import MaclaurinFeatures, rmfa
 
 CONSTRUCTIONS = ("exact-low", "unbiased", "paper")
 
@@ -192,3 +192,17 @@ def test_a_gain_of_zero_has_finite_gradients(is_causal, degree):
         rmfa(x, x, rows(1, 1, 9, 5), features, is_causal=is_causal).sum(), features.gains
     )
     assert grad.isfinite().all()
+
+
+def test_an_infinite_denominator_is_not_taken_for_a_large_one():
+    """Its quotient would be 0, and the output v̄, wherever the numerator still fits the dtype."""
+    query, key, value = (
+        torch.full((1, 1, 1, 1), 1e10),
+        torch.full((1, 1, 9, 1), 1e28),
+        torch.randn(1, 1, 9, 1),
+    )
+    value = 1e-3 * value
+    key[..., :4, :] *= 0.9
+    for is_causal in (False, True):
+        with pytest.raises(ValueError, match="beyond the range"):
+            rmfa(query, key, value, MaclaurinFeatures(1, 2, seed=0), is_causal=is_causal, scale=1.0)

@@ -109,3 +109,21 @@ def test_flex_attention_on_a_gpu(kernel, is_causal, masked):
     torch.testing.assert_close(got.double(), expected, rtol=2e-3, atol=2e-3)
     for a, b in zip(grads, expected_grads, strict=True):
         torch.testing.assert_close(a.double(), b, rtol=5e-3, atol=5e-3)
+
+
+def test_the_nan_of_one_row_does_not_hide_another_beyond_the_radius():
+    query = torch.ones(2, 1, 3, 4)
+    query[0, 0, 0, 0] = torch.nan
+    with pytest.raises(ValueError, match="logit 2 is outside the radius 1"):
+        kernelized_attention(query, torch.ones(2, 1, 3, 4), torch.ones(2, 1, 3, 4), "inv")
+
+
+@pytest.mark.parametrize("kernel", ["inv", schoenbat.polynomial(2, 0.0)])
+def test_a_row_without_keys_is_zero_whatever_its_logits(kernel):
+    """The first query of a causal call with fewer keys sees nothing, whatever its logits are."""
+    query = torch.tensor([100.0, 0.1], dtype=torch.float64).view(1, 1, 2, 1).requires_grad_()
+    key, value = torch.ones(1, 1, 1, 1, dtype=torch.float64), torch.ones(1, 1, 1, 1, dtype=torch.float64)
+    out = kernelized_attention(query, key, value, kernel, is_causal=True)
+    assert out.flatten().tolist() == [0.0, 1.0]
+    (grad,) = torch.autograd.grad(out.sum(), query)
+    assert grad.isfinite().all()

@@ -1,6 +1,5 @@
 """The engine: it learns, records, stops at what is not finite, and continues to the same end."""
 
-import json
 import os
 import signal
 import subprocess
@@ -228,33 +227,3 @@ def test_a_batch_that_cannot_be_split_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("lightning.fabric.Fabric.world_size", 3)
     with pytest.raises(ValueError, match="batch of 16 cannot be split over 3 devices"):
         train(tiny_task(), tiny_options(), tmp_path)
-
-
-DEVICES = """
-import json, sys
-from pathlib import Path
-from dataclasses import asdict
-from training.tiny import tiny_options, tiny_task
-from schoenbat.training.run import train
-options = tiny_options("mean", steps=20, evaluate_every=10, devices=2, dropout=0.0)
-record = train(tiny_task(), options, Path(sys.argv[1]), resume=True)
-if record is not None:
-    print("RECORD", json.dumps(asdict(record)))
-"""
-
-
-@pytest.mark.slow
-def test_two_devices_train_as_one(tmp_path):
-    """Without dropout the batch is all that counts, not how it is split."""
-    script = tmp_path / "two.py"
-    script.write_text(DEVICES)
-    environment = os.environ | ENVIRONMENT
-    command = [sys.executable, str(script), str(tmp_path / "two")]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    lines = [line for line in result.stdout.splitlines() if line.startswith("RECORD")]
-    assert len(lines) == 1
-    assert json.loads(lines[0].removeprefix("RECORD "))["devices"] == 2
-    options = tiny_options("mean", steps=20, evaluate_every=10, dropout=0.0)
-    train(tiny_task(), options, tmp_path / "one")
-    for name, tensor in weights(tmp_path / "one").items():
-        torch.testing.assert_close(weights(tmp_path / "two")[name], tensor, rtol=1e-3, atol=1e-4)

@@ -5,8 +5,8 @@ import itertools
 import numpy as np
 
 from schoenbat.data.task import Split, Task
+from schoenbat.training.options import RunOptions
 from schoenbat.training.protocol import Protocol
-from schoenbat.training.run import RunOptions
 
 
 def tiny_task(*, paired=False, length=12, seed=0, sizes=(96, 40, 40)):

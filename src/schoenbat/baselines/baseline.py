@@ -5,6 +5,7 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from schoenbat.inputs import arrange, arrange_mask
+from schoenbat.options import MOST, check_count
 
 
 class Baseline(nn.Module):
@@ -16,8 +17,8 @@ class Baseline(nn.Module):
 
     def __init__(self, head_dim: int, num_heads: int) -> None:
         super().__init__()
-        self.head_dim = head_dim
-        self.num_heads = num_heads
+        self.head_dim = check_count("head_dim", head_dim, most=MOST)
+        self.num_heads = check_count("num_heads", num_heads, most=MOST)
 
     def forward(
         self,

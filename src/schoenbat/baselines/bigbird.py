@@ -12,6 +12,7 @@ from schoenbat.baselines.masking import zero_masked
 from schoenbat.baselines.selection import spread, take_rows, taking_part_first
 from schoenbat.baselines.softmax import attend_visible
 from schoenbat.ops.flex import compiled_flex, has_fast_path
+from schoenbat.options import MOST, check_count, check_seed
 from schoenbat.precision import refuse_half
 
 # Query blocks beyond so many use the rows of the table again, for other blocks of the sequence.
@@ -65,7 +66,9 @@ class BigBird(Baseline):
         self, head_dim: int, num_heads: int, *, block_size: int = 64, num_random: int = 3, seed: int = 0
     ) -> None:
         super().__init__(head_dim, num_heads)
-        self.block_size, self.num_random = block_size, num_random
+        self.block_size = check_count("block_size", block_size, most=MOST)
+        self.num_random = check_count("num_random", num_random, 0, MOST)
+        check_seed(seed)
         generator = torch.Generator("cpu").manual_seed(seed)
         offsets = torch.rand(num_heads, _TABLE_ROWS, num_random, generator=generator, device="cpu")
         self.register_buffer("offsets", offsets)

@@ -10,6 +10,7 @@ from schoenbat.baselines.controls import average
 from schoenbat.baselines.masking import zero_masked
 from schoenbat.baselines.selection import spread, take_rows, taking_part_first
 from schoenbat.baselines.softmax import attend_visible
+from schoenbat.options import MOST, check_count, check_seed
 from schoenbat.precision import refuse_half
 
 
@@ -50,7 +51,9 @@ class Informer(Baseline):
         self, head_dim: int, num_heads: int, *, num_queries: int = 128, num_samples: int = 128, seed: int = 0
     ) -> None:
         super().__init__(head_dim, num_heads)
-        self.num_queries, self.num_samples = num_queries, num_samples
+        self.num_queries = check_count("num_queries", num_queries, most=MOST)
+        self.num_samples = check_count("num_samples", num_samples, most=MOST)
+        check_seed(seed)
         generator = torch.Generator("cpu").manual_seed(seed)
         offsets = torch.rand(num_heads, num_samples, generator=generator, device="cpu")
         self.register_buffer("offsets", offsets)

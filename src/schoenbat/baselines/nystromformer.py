@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from schoenbat.baselines.baseline import Baseline
 from schoenbat.baselines.landmarks import newton_schulz, segments, take
 from schoenbat.baselines.masking import hide, present
+from schoenbat.options import MOST, check_count
 
 
 class Nystromformer(Baseline):
@@ -50,14 +51,15 @@ class Nystromformer(Baseline):
         conv_kernel_size: int | None = None,
     ) -> None:
         super().__init__(head_dim, num_heads)
-        if num_landmarks < 1:
-            raise ValueError(f"num_landmarks must be at least 1, got {num_landmarks}")
-        if conv_kernel_size is not None and conv_kernel_size % 2 != 1:
+        if (
+            conv_kernel_size is not None
+            and check_count("conv_kernel_size", conv_kernel_size, 1, MOST) % 2 != 1
+        ):
             raise ValueError(
                 f"conv_kernel_size must be odd, to be centred on a token, got {conv_kernel_size}"
             )
-        self.num_landmarks = num_landmarks
-        self.iterations = iterations
+        self.num_landmarks = check_count("num_landmarks", num_landmarks, most=MOST)
+        self.iterations = check_count("iterations", iterations, 0, MOST)
         self.conv: nn.Conv2d | None = None
         if conv_kernel_size is not None:
             width, reach = (conv_kernel_size, 1), (conv_kernel_size // 2, 0)
@@ -76,7 +78,7 @@ class Nystromformer(Baseline):
             query, key, values = hide(query, query_mask), hide(key, key_mask), hide(value, key_mask)
             is_query, is_key = present(query, query_mask), present(key, key_mask)
             output = self._mix(query * self.head_dim**-0.5, key, values, is_query, is_key)
-            if self.conv is not None:
+            if self.conv is not None and value.shape[-2]:
                 output = output + self._convolve(values, query.shape[-2], self.conv)
         return output.to(value.dtype)
 

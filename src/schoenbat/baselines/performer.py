@@ -9,6 +9,7 @@ from torch import Generator, Tensor
 from schoenbat.baselines.baseline import Baseline
 from schoenbat.baselines.linear_attention import linear_attention
 from schoenbat.baselines.masking import hide
+from schoenbat.options import MOST, check_count, check_seed
 from schoenbat.precision import refuse_half
 
 
@@ -47,9 +48,7 @@ class Performer(Baseline):
 
     def __init__(self, head_dim: int, num_heads: int, *, num_features: int = 128, seed: int = 0) -> None:
         super().__init__(head_dim, num_heads)
-        if num_features < 1:
-            raise ValueError(f"num_features must be at least 1, got {num_features}")
-        self.num_features = num_features
+        self.num_features = check_count("num_features", num_features, most=MOST)
         self.register_buffer("directions", torch.empty(num_features, head_dim))
         self.redraw(seed)
 
@@ -63,6 +62,7 @@ class Performer(Baseline):
             >>> torch.equal(attention.directions, Performer(head_dim=8, num_heads=2, seed=1).directions)
             True
         """
+        check_seed(seed)
         generator = Generator().manual_seed(seed)
         self.directions.copy_(_orthogonal_normal(self.num_features, self.head_dim, generator))
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from schoenbat.baselines.baseline import Baseline
 from schoenbat.baselines.masking import zero_masked
 from schoenbat.baselines.selection import take_rows
+from schoenbat.options import MOST, check_count, check_seed
 from schoenbat.precision import refuse_half
 
 # More would make the hash cost more than the attention: it is an n × d × buckets product.
@@ -62,7 +63,9 @@ class Reformer(Baseline):
         self, head_dim: int, num_heads: int, *, num_rounds: int = 2, chunk_size: int = 64, seed: int = 0
     ) -> None:
         super().__init__(head_dim, num_heads)
-        self.num_rounds, self.chunk_size = num_rounds, chunk_size
+        self.num_rounds = check_count("num_rounds", num_rounds, most=MOST)
+        self.chunk_size = check_count("chunk_size", chunk_size, most=MOST)
+        check_seed(seed)
         generator = torch.Generator("cpu").manual_seed(seed)
         shape = num_heads, num_rounds, head_dim, _MOST_BUCKETS // 2
         self.register_buffer("rotations", torch.randn(shape, generator=generator, device="cpu"))

@@ -9,6 +9,7 @@ from torch import Generator, Tensor, nn
 from schoenbat.baselines.baseline import Baseline
 from schoenbat.baselines.linear_attention import weighted_sums, with_ones
 from schoenbat.baselines.masking import hide, present
+from schoenbat.options import MOST, check_count, check_seed
 from schoenbat.precision import refuse_half
 
 # The denominator's floor is exp(−2/σ²) a key, but not less than this: a small σ would leave no floor.
@@ -56,7 +57,8 @@ class RFA(Baseline):
         self, head_dim: int, num_heads: int, *, num_features: int = 128, gate: bool = False, seed: int = 0
     ) -> None:
         super().__init__(head_dim, num_heads)
-        if num_features < 2 or num_features % 2:
+        check_seed(seed)
+        if check_count("num_features", num_features, 2, MOST) % 2:
             raise ValueError(f"num_features must be even, half sines and half cosines, got {num_features}")
         self.num_features = num_features
         self.gate = gate

@@ -8,6 +8,7 @@ from torch import Generator, Tensor
 from schoenbat.baselines.baseline import Baseline
 from schoenbat.baselines.landmarks import newton_schulz, segments, take
 from schoenbat.baselines.masking import hide, present
+from schoenbat.options import MOST, check_count, check_number, check_seed
 from schoenbat.precision import refuse_half
 
 
@@ -56,13 +57,12 @@ class Skyformer(Baseline):
         seed: int = 0,
     ) -> None:
         super().__init__(head_dim, num_heads)
-        if num_landmarks < 1:
-            raise ValueError(f"num_landmarks must be at least 1, got {num_landmarks}")
-        if not regularization > 0:
+        if not check_number("regularization", regularization) > 0:
             raise ValueError(f"regularization must be positive, got {regularization}")
-        self.num_landmarks = num_landmarks
-        self.iterations = iterations
+        self.num_landmarks = check_count("num_landmarks", num_landmarks, most=MOST)
+        self.iterations = check_count("iterations", iterations, 0, MOST)
         self.regularization = regularization
+        check_seed(seed)
         generator = Generator().manual_seed(seed)
         self.register_buffer("offsets", torch.rand(2, num_landmarks, generator=generator))
 

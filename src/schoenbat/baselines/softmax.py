@@ -11,6 +11,7 @@ from schoenbat.baselines.baseline import Baseline
 from schoenbat.baselines.masking import zero_masked
 from schoenbat.modules import FIRST_SCALE, SCALE_SPEED
 from schoenbat.normalization import PostSBN, PreSBN
+from schoenbat.options import check_number
 
 
 class Softmax(Baseline):
@@ -46,7 +47,7 @@ class Softmax(Baseline):
         dropout: float = 0.0,
     ) -> None:
         super().__init__(head_dim, num_heads)
-        self.naive, self.dropout = naive, dropout
+        self.naive, self.dropout = naive, check_number("dropout", dropout, 0, 1)
         self.query_norm = PreSBN("token") if qk_norm else None
         self.key_norm = PreSBN("token") if qk_norm else None
         self.rho = nn.Parameter(torch.zeros(num_heads)) if qk_norm else None

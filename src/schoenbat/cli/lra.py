@@ -1,7 +1,6 @@
 """The commands around the Long Range Arena: train, sweep, table."""
 
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,23 +12,26 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from schoenbat.cli.sweep import app as sweep_app
 from schoenbat.cli.terminal import console, explained, given, print_files
 from schoenbat.training.record import (
-    CHECKPOINT,
     EXPERIMENT,
     RESULT,
     TIMED_STEPS,
     WARM_STEPS,
+    find_checkpoint,
     read_result,
     run_directory,
 )
 
 if TYPE_CHECKING:
     from schoenbat.data import Task
+    from schoenbat.training.options import RunOptions
     from schoenbat.training.record import RunRecord
-    from schoenbat.training.run import OnProgress, RunOptions
+    from schoenbat.training.run import OnProgress
     from schoenbat.training.run import Progress as TrainingProgress
 
-# What a scheduler and a sweep tell this ending from others by.
+# What a scheduler and a sweep tell these endings from others by.
+EXIT_USAGE = 2
 EXIT_NOT_FINITE = 3
+EXIT_LOST_PROCESS = 4
 ACCELERATORS = ("auto", "cpu", "cuda")
 PRECISIONS = ("bf16-mixed", "32-true")
 
@@ -43,7 +45,9 @@ ProtocolOption = typer.Option(help="Default: the paper's protocol.", rich_help_p
 
 @app.command(
     epilog="Example: schoenbat lra train --task listops --attention schoenbat:kernel=inv --seed 1\n\n"
-    "Example: schoenbat lra train --task text --attention softmax --steps 500 --resume"
+    "Example: schoenbat lra train --task text --attention softmax --steps 500 --resume\n\n"
+    "Example: torchrun --nproc-per-node 4 -m schoenbat lra train --task text --attention schoenbat "
+    "--strategy fsdp"
 )
 def train(
     task: Annotated[str, typer.Option(help="listops, text, retrieval, pathfinder or image.")],
@@ -57,7 +61,16 @@ def train(
         bool, typer.Option("--shared-device", help="Other programs use the device: times mean nothing.")
     ] = False,
     accelerator: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    devices: Annotated[int, typer.Option(min=1, help="How many devices share each batch.")] = 1,
+    devices: Annotated[
+        int, typer.Option(min=1, help="How many devices share each batch; torchrun says so itself.")
+    ] = 1,
+    strategy: Annotated[
+        str,
+        typer.Option(
+            help="How several devices share a model: ddp (each holds all of it) or fsdp (each holds a part "
+            "of weights and optimizer). auto: ddp."
+        ),
+    ] = "auto",
     precision: Annotated[
         str | None, typer.Option(help="Default: bf16-mixed on CUDA, 32-true elsewhere.")
     ] = None,
@@ -65,6 +78,9 @@ def train(
         bool | None,
         typer.Option("--compile/--no-compile", help="By torch.compile. Default: on one CUDA device."),
     ] = None,
+    checkpoint_seconds: Annotated[
+        float, typer.Option(min=0, help="How often what was done is saved.")
+    ] = 60.0,
     steps: Annotated[int | None, ProtocolOption] = None,
     batch_size: Annotated[int | None, ProtocolOption] = None,
     learning_rate: Annotated[float | None, ProtocolOption] = None,
@@ -82,14 +98,18 @@ def train(
 ) -> None:
     """Train the paper's two-layer model on a task and test it.
 
-    Weights, optimizer and random state are saved every minute and at the end; a run that was killed continues
-    with --resume. Loss and accuracies go to log.jsonl and, where installed, TensorBoard; the result, with all
-    that is needed to repeat it, to result.json. Exit code 3: a loss was NaN or infinite; 143 and 130: stopped
-    by SIGTERM or Ctrl-C after saving.
+    Weights, optimizer and random state are saved every --checkpoint-seconds and at the end; a run that was
+    killed continues with --resume, on any number of devices. Loss and accuracies go to log.jsonl and, where
+    installed, TensorBoard; the result, with all that is needed to repeat it, to result.json. Exit code 3: a
+    loss was NaN or infinite; 4: another process of the run ended early; 143 and 130: stopped by SIGTERM or
+    Ctrl-C after saving.
     """
+    from schoenbat.training.options import RunOptions
+    from schoenbat.training.processes import is_restart, num_processes
     from schoenbat.training.protocol import Protocol
-    from schoenbat.training.run import RunOptions
 
+    # torchrun starts all processes again when one has failed: they go on where they were.
+    resume = resume or is_restart()
     with explained():
         protocol = Protocol.paper(
             task,
@@ -111,10 +131,12 @@ def train(
             seed=seed,
             accelerator=accelerator,
             devices=devices,
+            strategy=strategy,
             precision=precision or ("bf16-mixed" if on_cuda else "32-true"),
-            compiled=on_cuda and devices == 1 if compiled is None else compiled,
+            compiled=on_cuda and num_processes(devices) == 1 if compiled is None else compiled,
             timing=timing,
             alone=not shared_device,
+            checkpoint_seconds=checkpoint_seconds,
         )
         directory = run_directory(out, task, attention, seed, timing=timing)
         if resume and (directory / RESULT).exists():
@@ -137,12 +159,14 @@ def _load(options: "RunOptions", data: Path, directory: Path, *, resume: bool) -
     """The task, once it is clear that the run can begin."""
     from schoenbat.data import load
     from schoenbat.registry import build_attention
+    from schoenbat.training.processes import STRATEGIES
 
-    for name, known in (("accelerator", ACCELERATORS), ("precision", PRECISIONS)):
+    choices = {"accelerator": ACCELERATORS, "strategy": STRATEGIES, "precision": PRECISIONS}
+    for name, known in choices.items():
         if getattr(options, name) not in known:
             raise ValueError(f"--{name} is one of {', '.join(known)}; got {getattr(options, name)!r}")
     build_attention(options.attention, head_dim=32, num_heads=2, max_length=64)
-    if (directory / CHECKPOINT).exists() and not resume and not options.timing:
+    if find_checkpoint(directory) is not None and not resume and not options.timing:
         raise ValueError(
             f"{directory} holds a run that was begun before; continue it with --resume, choose another "
             "--out, or delete that directory"
@@ -157,19 +181,28 @@ def _train(options: "RunOptions", task: "Task", directory: Path, *, resume: bool
     from schoenbat.training.checkpoint import CheckpointError
     from schoenbat.training.failure import NonFiniteError
     from schoenbat.training.interruption import Interrupted
+    from schoenbat.training.processes import LostProcessError, exit_code, is_first
 
     with _bar(options) as (bar, on_progress):
         try:
             record = run.train(task, options, directory, resume=resume, on_progress=on_progress)
         except NonFiniteError as error:
             bar.stop()
-            typer.echo(f"{options.task}, {options.attention}, seed {options.seed}: {error}", err=True)
-            raise typer.Exit(EXIT_NOT_FINITE) from None
+            if is_first():
+                typer.echo(f"{options.task}, {options.attention}, seed {options.seed}: {error}", err=True)
+            raise typer.Exit(exit_code(EXIT_NOT_FINITE)) from None
         except Interrupted as stopped:
             bar.stop()
-            typer.echo(f"{stopped}; continue with --resume", err=True)
-            raise typer.Exit(128 + stopped.number) from None
+            if is_first():
+                typer.echo(f"{stopped}; continue with --resume", err=True)
+            raise typer.Exit(exit_code(128 + stopped.number)) from None
+        except LostProcessError as error:
+            bar.stop()
+            typer.echo(str(error), err=True)
+            raise typer.Exit(EXIT_LOST_PROCESS) from None
         except (CheckpointError, ValueError) as error:
+            if not is_first():
+                raise typer.Exit(exit_code(EXIT_USAGE)) from None
             raise typer.BadParameter(str(error)) from error
     if record is not None:
         write_results(directory / RESULT, EXPERIMENT, options, [record], device=_device(options.accelerator))
@@ -185,7 +218,8 @@ def _device(accelerator: str) -> str:
 @contextmanager
 def _bar(options: "RunOptions") -> "Iterator[tuple[Progress, OnProgress]]":
     """A progress bar with the last loss, accuracies and speed, drawn by the first device's process."""
-    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+    from schoenbat.training.processes import is_first
+
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=20),
@@ -193,7 +227,7 @@ def _bar(options: "RunOptions") -> "Iterator[tuple[Progress, OnProgress]]":
         TextColumn("{task.fields[status]}"),
         TimeRemainingColumn(),
         console=console,
-        disable=not is_first,
+        disable=not is_first(),
     )
     total = options.protocol.steps
     if options.timing:

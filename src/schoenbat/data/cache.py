@@ -90,16 +90,33 @@ def write(
             _to_disk(file)
         _put_in_place(temporary, folder)
     except OSError as error:
-        raise DataError(f"{folder} could not be written ({error})") from error
+        raise DataError(
+            f"{folder} could not be written ({error}); what was there before is kept: make room and run it "
+            "again, or choose another place"
+        ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return manifest
 
 
 def read(folder: Path) -> tuple[Arrays, Manifest]:
-    """The arrays of a cache, memory-mapped, and its manifest; sizes are checked, values are not."""
+    """The arrays of a cache, memory-mapped, and its manifest.
+
+    Sizes are checked, and where a file was written after the manifest, which comes last, its values too.
+    """
     manifest = read_manifest(folder)
-    return {name: _read_array(folder / f"{name}.npy", manifest) for name in NAMES}, manifest
+    arrays = {name: _read_array(folder / f"{name}.npy", manifest) for name in NAMES}
+    if _was_touched(folder) and fingerprint(arrays) != manifest.fingerprint:
+        raise DataError(
+            f"the files in {folder} were changed since they were prepared: they have another checksum than "
+            f"{MANIFEST} says; delete {folder} and prepare it again"
+        )
+    return arrays, manifest
+
+
+def _was_touched(folder: Path) -> bool:
+    prepared = (folder / MANIFEST).stat().st_mtime_ns
+    return any((folder / f"{name}.npy").stat().st_mtime_ns > prepared for name in NAMES)
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -35,15 +35,20 @@ def is_url(source: object) -> bool:
 
 
 def download(url: str, folder: Path, on_progress: Step = silent) -> Path:
-    """Fetch a file into ``folder``, unless it lies there already; check its length and published checksum.
+    """Fetch a file into ``folder``, unless it lies there already; check its length and its checksum.
 
-    While it is on its way it is called ``NAME.part``; ``NAME.json`` remembers where it comes from, and which
-    version of it (ETag, Last-Modified), without which an interrupted download starts over.
+    The checksum is the published one, or the one that the address ends with, ``#sha256=...``; in any case
+    what lies there must be what was once fetched. While a file is on its way it is called ``NAME.part``;
+    ``NAME.json`` remembers where it comes from, its SHA-256, and which version of it (ETag, Last-Modified)
+    was begun, without which an interrupted download starts over.
     """
+    if not is_url(url):
+        raise DataError(f"{url} is not fetched: an address begins with http:// or https://")
+    url, _, wanted = url.partition("#sha256=")
     name = _file_name(url)
     target, part, memory = folder / name, folder / f"{name}.part", folder / f"{name}.json"
     if target.is_file() and _recall(memory).get("url") == url:
-        _verify(target, url, memory)
+        _verify(target, url, memory, wanted)
         return target
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -54,7 +59,7 @@ def download(url: str, folder: Path, on_progress: Step = silent) -> Path:
         raise DataError(f"{url} was refused: {error.code} {error.reason}") from error
     except (OSError, http.client.HTTPException) as error:
         raise DataError(f"{url} could not be read ({error}); run it again to go on") from error
-    _verify(part, url, memory)
+    _verify(part, url, memory, wanted)
     os.replace(part, target)
     return target
 
@@ -108,7 +113,19 @@ def _resume(url: str, done: int, known: Mapping[str, Any]) -> Any:
 
 
 def _open(url: str, headers: Mapping[str, str] | None = None) -> Any:
-    return urllib.request.urlopen(urllib.request.Request(url, headers=dict(headers or {})), timeout=TIMEOUT)
+    """Over http and https alone, wherever a server redirects to: urlopen would follow to ftp as well."""
+    opener = urllib.request.OpenerDirector()
+    for handler in (
+        urllib.request.ProxyHandler,
+        urllib.request.HTTPHandler,
+        urllib.request.HTTPSHandler,
+        urllib.request.HTTPRedirectHandler,
+        urllib.request.HTTPDefaultErrorHandler,
+        urllib.request.HTTPErrorProcessor,
+        urllib.request.UnknownHandler,
+    ):
+        opener.add_handler(handler())
+    return opener.open(urllib.request.Request(url, headers=dict(headers or {})), timeout=TIMEOUT)
 
 
 def _total(response: Any, done: int) -> int | None:
@@ -144,15 +161,21 @@ def _recall(memory: Path) -> dict[str, Any]:
     return known if isinstance(known, dict) else {}
 
 
-def _verify(path: Path, url: str, memory: Path) -> None:
-    expected = CHECKSUMS.get(_file_name(url))
-    if expected is None:
-        return
-    found = checksum(path, "md5")
-    if found != expected:
-        path.unlink()
-        memory.unlink(missing_ok=True)
-        raise DataError(
-            f"{url} has the MD5 checksum {found}, not the published {expected}; it was deleted. "
-            "Run it again, or take another source with --from"
-        )
+def _verify(path: Path, url: str, memory: Path, wanted: str) -> None:
+    """Delete a file that is not what it should be; remember the SHA-256 of one that is."""
+    known, found = _recall(memory), checksum(path, "sha256")
+    published = CHECKSUMS.get(_file_name(url))
+    for kind, expected, got in (
+        ("MD5 checksum", published and f"the published {published}", published and checksum(path, "md5")),
+        ("SHA-256 checksum", wanted and f"the {wanted} asked for", found),
+        ("SHA-256 checksum", known.get("sha256") and f"the {known['sha256']} it was fetched with", found),
+    ):
+        if expected and got not in expected.split():
+            path.unlink()
+            memory.unlink(missing_ok=True)
+            raise DataError(
+                f"{url} has the {kind} {got}, not {expected}; it was deleted. "
+                "Run it again, or take another source with --from"
+            )
+    if not known.get("sha256"):
+        memory.write_text(json.dumps({**known, "sha256": found}) + "\n", encoding="utf-8")

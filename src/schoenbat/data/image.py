@@ -5,7 +5,7 @@ Krizhevsky, "Learning Multiple Layers of Features from Tiny Images" (2009).
 """
 
 import io
-import pickle
+import pickle  # nosec B403 - read by _ArraysOnly alone, which knows nothing but arrays
 import re
 from pathlib import Path
 from typing import IO, Any

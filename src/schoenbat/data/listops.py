@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from schoenbat.data.arrays import Arrays, consecutive
 from schoenbat.data.progress import Step, silent
+from schoenbat.options import check_count, check_seed
 
 OPERATORS: dict[str, Callable[[Sequence[int]], int]] = {
     "[MIN": min,
@@ -72,11 +73,10 @@ def generate(
     >>> decode(tokens[1]), int(lengths[1]), int(labels[1])
     ('[MIN 9 9 3 0 4 1 ]', 8, 0)
     """
-    if count < 0 or max_length <= min_length + 1 or workers < 1:
-        raise ValueError(
-            "ListOps needs count >= 0, max_length > min_length + 1 and workers >= 1; got "
-            f"{count=}, {min_length=}, {max_length=}, {workers=}"
-        )
+    for name, value, least in (("count", count, 0), ("min_length", min_length, 0), ("workers", workers, 1)):
+        check_count(name, value, least)
+    check_count("max_length", max_length, min_length + 2)
+    check_seed(seed)
     draw = partial(_block, seed, min_length=min_length, max_length=max_length)
     with closing(_blocks(draw, workers)) as blocks:
         examples = _distinct(blocks, count, on_progress)
@@ -179,7 +179,7 @@ def _distinct(blocks: Iterable[list[Example]], count: int, on_progress: Step = s
 
 def _block(seed: int, index: int, *, min_length: int, max_length: int) -> list[Example]:
     """The trees of one block that pass the length filter; each block has a random generator of its own."""
-    rng = random.Random(f"listops {seed} {index}")
+    rng = random.Random(f"listops {seed} {index}")  # nosec B311 - reproducible data, no secret
     trees = (_tree(rng, max_length) for _ in range(TREES_PER_BLOCK))
     return [tree for tree in trees if tree is not None and len(tree[0]) > min_length]
 

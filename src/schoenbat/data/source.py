@@ -50,7 +50,8 @@ class Source:
     def visit(self, visit: Visit) -> None:
         """Hand over each original file, with what its path matched; damage is a DataError."""
         (path,) = self.paths
-        assert self.original is not None
+        if self.original is None:
+            raise ValueError(f"{path} is a Parquet file, which holds no originals to visit")
         try:
             (_visit_folder if path.is_dir() else _visit_archive)(path, self.original, visit)
         except (tarfile.TarError, EOFError, zlib.error, OSError) as error:

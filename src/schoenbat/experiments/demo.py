@@ -112,7 +112,8 @@ def train_one(
 
     with tempfile.TemporaryDirectory() as directory:
         record = train(task, options.run_options(attention), Path(directory), on_progress=on_progress)
-    assert record is not None  # one device is the first
+    if record is None:
+        raise RuntimeError("the run on one device left no record")
     return DemoRow(
         attention=attention,
         parameters=record.parameters,

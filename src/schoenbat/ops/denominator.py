@@ -32,6 +32,8 @@ def guard(features: Tensor, mean_logit: Tensor, count: Tensor, coefficients: Ten
     exponent = slope * mean_logit
     floor = _falling_exp(exponent) * (zeroth * count)
     total = features + (constant * count + (count == 0))
+    # An infinite one would give v̄, wherever the numerator still fits.
+    total = torch.where(total.isinf(), torch.nan, total)
     # Not torch.maximum: one comparison decides value and gradient, and a NaN total stays visible.
     return Denominator(torch.where(total < floor, floor, total), total, exponent)
 

@@ -201,8 +201,11 @@ def _attend_causal(
     """The keys before the first query become sums; queries before the first key see nothing."""
     earlier = max(0, key.shape[-2] - query.shape[-2])
     blind = max(0, query.shape[-2] - key.shape[-2])
-    before = None if mask is None else mask[..., :earlier, :]
-    sums, count = accumulate(key[..., :earlier, :], value[..., :earlier, :], before, feature_map)
+    if earlier:
+        before = None if mask is None else mask[..., :earlier, :]
+        sums, count = accumulate(key[..., :earlier, :], value[..., :earlier, :], before, feature_map)
+    else:
+        sums, count = _nothing(key, value, feature_map)
     out, _ = _scan(
         Inputs(
             query[..., blind:, :],
@@ -221,6 +224,14 @@ def _attend_causal(
     return torch.cat([out.new_zeros(*out.shape[:-2], blind, out.shape[-1]), out], dim=-2)
 
 
+def _nothing(key: Tensor, value: Tensor, feature_map: FeatureMap) -> tuple[Sums, Tensor]:
+    """The sums of no keys. (Summing up no rows gives the same, but ONNX cannot do it.)"""
+    lead, features = (*key.shape[:2], 1), feature_map.weight.shape[-1]
+    shapes = (features, value.shape[-1]), (features, 1), (1, key.shape[-1]), (1, value.shape[-1])
+    sums = Sums(*(feature_map.weight.new_zeros(*lead, *shape) for shape in shapes))
+    return sums, torch.zeros(key.shape[0], 1, 1, 1, 1, dtype=torch.int64, device=key.device)
+
+
 def _visible(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
     lengths = query.shape[-2], key.shape[-2]
     visible = torch.ones(lengths, dtype=torch.bool, device=key.device)
@@ -230,8 +241,12 @@ def _visible(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool) -
 
 
 def _as_operators() -> bool:
-    """Not under transforms: an operator has no forward-mode derivative and would give silent zeros."""
-    return not (torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0)
+    """Not under transforms: an operator has no forward-mode derivative and would give silent zeros.
+
+    Nor for ONNX, which knows PyTorch's own operators only.
+    """
+    transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    return not (transformed or torch.onnx.is_in_onnx_export())
 
 
 def _summarize(key: Tensor, value: Tensor, mask: Tensor | None, feature_map: FeatureMap) -> Summary:

@@ -3,6 +3,7 @@
 Shapes are those of `eager`, with `visible` as in `reference`.
 """
 
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from schoenbat.kernels import DotProductKernel
+from schoenbat.ops.blocks import is_concrete
 from schoenbat.ops.flex import compiled_flex
 
 
@@ -33,14 +35,14 @@ def attend(
     if mask is not None:
         key, value = torch.where(mask, key, 0.0), torch.where(mask, value, 0.0)
     visible = _visible(query, key, mask, is_causal)
-    has_keys = None
+    has_keys = everywhere = None
     if visible is not None:
         has_keys = visible.any(-1, keepdim=True)
-        visible = visible | ~has_keys  # a softmax over nothing has NaN gradients
+        everywhere = visible | ~has_keys  # a softmax over nothing has NaN gradients
     if kernel.name in ("exp", "trigh"):
-        out = _softmax(query.to(key.dtype), key, value, visible, scale)
+        out = _softmax(query.to(key.dtype), key, value, everywhere, scale)
     elif query.is_cuda and dtype != torch.float64:
-        out = _flex(query.to(key.dtype), key, value, visible, kernel, scale)
+        out = _flex(query.to(key.dtype), key, value, everywhere, kernel, scale)
     else:
         out = _dense(query.to(dtype) * scale, key.to(dtype), value.to(dtype), visible, kernel)
     out = out.to(value.dtype)
@@ -76,17 +78,19 @@ def _dense(
         logits = torch.where(visible, logits, 0.0)
     _refuse_outside_radius(logits, kernel)
     scores = kernel(logits)
-    if visible is not None:
-        scores = torch.where(visible, scores, 0.0)
-    return scores @ value / scores.sum(-1, keepdim=True)
+    if visible is None:
+        return scores @ value / scores.sum(-1, keepdim=True)
+    scores = torch.where(visible, scores, 0.0)
+    return scores @ value / torch.where(visible.any(-1, keepdim=True), scores.sum(-1, keepdim=True), 1.0)
 
 
 def _refuse_outside_radius(logits: Tensor, kernel: DotProductKernel) -> None:
     """Only where looking costs nothing: on a GPU it would synchronise, and the rows become NaN instead."""
-    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    if traced or logits.device.type != "cpu" or not logits.numel():
+    if logits.device.type != "cpu" or not logits.numel() or not is_concrete(logits):
         return
     largest = logits.detach().max().item()
+    if math.isnan(largest):  # one row's NaN must not hide what another row has
+        largest = logits.detach().nan_to_num(-math.inf, math.inf, -math.inf).max().item()
     if largest >= kernel.radius:
         raise ValueError(
             f"logit {largest:.6g} is outside the radius {kernel.radius:g} of kernel {kernel.name!r}; "

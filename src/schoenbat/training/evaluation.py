@@ -25,8 +25,10 @@ def accuracy(
     right = torch.zeros((), dtype=torch.int64, device=fabric.device)
     was_training = model.training
     model.eval()
-    # Every batch is full, so that no shape is new: the last one begins again at the front, uncounted.
-    for start in range(fabric.global_rank * batch_size, len(split), fabric.world_size * batch_size):
+    # Every batch is full, so that no shape is new: the last one begins again at the front, uncounted. All
+    # devices run as many: they may have to put their weights together for each.
+    for first in range(0, len(split), fabric.world_size * batch_size):
+        start = first + fabric.global_rank * batch_size
         if stop:
             raise Interrupted(f"stopped while testing, at example {start:,} of {len(split):,}", stop.number)
         index = start + inside

@@ -4,10 +4,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from schoenbat.training.batches import Batch
+from schoenbat.training.processes import local
 
 
 class NonFiniteError(RuntimeError):
@@ -23,32 +26,46 @@ class NonFiniteError(RuntimeError):
         )
 
 
-def explain_failure(model: nn.Module, batch: Batch, step: int, learning_rate: float) -> NonFiniteError:
+def explain_failure(
+    fabric: Fabric, model: nn.Module, batch: Batch, step: int, learning_rate: float
+) -> NonFiniteError:
     """Run the batch of a failed step again, without dropout, and say where it goes wrong.
 
-    That is the first module whose output is not finite, else the last parameter whose gradient is not.
+    That is the first module whose output is not finite, else the last parameter whose gradient is not, on
+    the first device that finds one.
     """
-    found: list[str] = []
+    # Fabric wraps a model; the names of what it was given are those that people know.
+    module = getattr(model, "module", model)
+    outputs: list[str] = []
     was_training = model.training
     model.eval()
     try:
-        with _watched(model, found):
+        with _watched(module, outputs):
             loss = F.cross_entropy(model(batch.tokens, batch.mask).float(), batch.labels)
-        if not found:
-            loss.backward()
-            found += [
-                f"{name}, backward"
-                for name, parameter in reversed(list(model.named_parameters()))
-                if parameter.grad is not None and not parameter.grad.isfinite().all()
-            ]
+        # On all devices, whatever they have found: each waits for the others' gradients.
+        fabric.backward(loss)
+        gradients = [
+            f"{name}, backward"
+            for name, parameter in reversed(list(module.named_parameters()))
+            if parameter.grad is not None and not local(parameter.grad).isfinite().all()
+        ]
     finally:
         model.zero_grad()
         model.train(was_training)
+    found = _of_all_devices(fabric, outputs[:1]) or _of_all_devices(fabric, gradients[:1])
     return NonFiniteError(step, learning_rate, found[0] if found else None, loss.item())
 
 
+def _of_all_devices(fabric: Fabric, names: list[str]) -> list[str]:
+    if fabric.world_size == 1:
+        return names
+    gathered: list[list[str]] = [[] for _ in range(fabric.world_size)]
+    torch.distributed.all_gather_object(gathered, names)
+    return [name for own in gathered for name in own]
+
+
 @contextmanager
-def _watched(model: nn.Module, found: list[str]) -> Iterator[None]:
+def _watched(module: nn.Module, found: list[str]) -> Iterator[None]:
     """While inside, modules whose output is not finite write their names down, innermost first."""
 
     def watch(name: str) -> Any:
@@ -58,9 +75,7 @@ def _watched(model: nn.Module, found: list[str]) -> Iterator[None]:
 
         return look
 
-    # Fabric wraps a model; the names of what it was given are those that people know.
-    module = getattr(model, "module", model)
-    handles = [module.register_forward_hook(watch(name)) for name, module in module.named_modules() if name]
+    handles = [part.register_forward_hook(watch(name)) for name, part in module.named_modules() if name]
     try:
         yield
     finally:

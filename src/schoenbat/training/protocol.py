@@ -6,8 +6,11 @@ and Text has a validation set split off its training set. It trains in float16 w
 bfloat16.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+from schoenbat.options import check_count, check_number
 
 # Settings that change nothing of what a single step costs.
 OF_WHOLE_RUNS = ("steps", "warmup", "evaluate_every", "learning_rate", "select_after")
@@ -62,6 +65,21 @@ class Protocol:
         return replace(shorter, **changes)
 
     def __post_init__(self) -> None:
+        for name in ("steps", "warmup", "batch_size", "evaluate_every", "embedding_rows"):
+            if not isinstance(getattr(self, name), int):
+                raise ValueError(f"{name} is an integer, got {getattr(self, name)!r}")
+        check_number("learning_rate", self.learning_rate)
+        check_number("dropout", self.dropout, 0, 1)
+        check_number("eps", self.eps, 0)
+        check_number("weight_decay", self.weight_decay, 0)
+        check_number("select_after", self.select_after, 0, 1)
+        check_count("embedding_rows", self.embedding_rows)
+        if not check_number("clip_value", self.clip_value, 0):
+            raise ValueError("clip_value is above 0, got 0: no gradient would be left")
+        if not isinstance(self.betas, Sequence) or len(self.betas) != 2 or max(self.betas) >= 1:
+            raise ValueError(f"betas are two numbers from 0 to below 1, got {self.betas!r}")
+        for beta in self.betas:
+            check_number("betas", beta, 0, 1)
         if self.steps < 2 or not 0 < self.warmup < self.steps:
             raise ValueError(
                 f"training needs at least 2 steps, and a warm-up of 1 to steps - 1 of them; got "

@@ -2,7 +2,7 @@
 
 import json
 import re
-import subprocess
+import subprocess  # nosec B404 - git is asked for the revision
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,13 @@ from typing import Any
 EXPERIMENT = "lra-train"
 RESULT = "result.json"
 CHECKPOINT = "checkpoint.pt"
+# Where several processes each write a part, it is a directory; its name ends in a number.
+SHARDED_CHECKPOINT = "checkpoint-"
+# In such a directory, what is not a part of weights or optimizer. It is written last.
+SHARDED_REST = "run.pt"
 LOG = "log.jsonl"
+PART = ".part"
+"""The ending of what is still being written, or being removed."""
 # The first steps of a process compile, capture and allocate; they are trained but not timed.
 WARM_STEPS = 10
 # So many follow in a run that is only timed.
@@ -97,12 +103,33 @@ def run_directory(out: Path, task: str, attention: str, seed: int, *, timing: bo
     return out / task / slug / ("timing" if timing else f"seed-{seed}")
 
 
+def find_checkpoint(directory: Path) -> Path | None:
+    """The newest checkpoint of a run, a file or a directory; None where there is none.
+
+    >>> find_checkpoint(Path("runs") / "that" / "is" / "not" / "there")
+    """
+    written = {path: path for path in directory.glob(CHECKPOINT)}
+    written |= {path.parent: path for path in directory.glob(f"{SHARDED_CHECKPOINT}*/{SHARDED_REST}")}
+    whole = [path for path in written if path.suffix != PART]
+    return max(whole, key=lambda path: _written_at(written[path]), default=None)
+
+
+def _written_at(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:
+        # The run, which may be running, has just put a newer one in its place.
+        return 0
+
+
 def revision() -> str | None:
     """The git revision that this code is of, with "+" where it was changed since."""
     here = Path(__file__).parent
     try:
         revision, changes = (
-            subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, check=True).stdout
+            subprocess.run(  # nosec B603 B607 - constant words; git is where the user's PATH has it
+                ["git", *words], cwd=here, capture_output=True, text=True, check=True
+            ).stdout
             for words in (["rev-parse", "HEAD"], ["status", "--porcelain", "--", "."])
         )
     except (OSError, subprocess.CalledProcessError):

@@ -1,11 +1,10 @@
 """One training run: a task, an attention, a seed; from the first step to the record of its result."""
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.fabric import Fabric
@@ -13,42 +12,37 @@ from torch import Tensor
 
 from schoenbat.data.retrieval import floors
 from schoenbat.data.task import Task
-from schoenbat.training import checkpoint
+from schoenbat.normalization import synchronize_statistics
+from schoenbat.training import checkpoint, shards
 from schoenbat.training.batches import DeviceSplit, batch_order
 from schoenbat.training.classifier import Classifier
 from schoenbat.training.evaluation import accuracy
 from schoenbat.training.interruption import Interrupted, StopRequest
 from schoenbat.training.log import RunLog
-from schoenbat.training.protocol import Protocol
-from schoenbat.training.record import CHECKPOINT, LOG, TIMED_STEPS, WARM_STEPS, Accuracy, RunRecord, revision
+from schoenbat.training.options import RunOptions
+from schoenbat.training.processes import (
+    LostProcessError,
+    any_process,
+    is_lost_connection,
+    is_sharded,
+    launch,
+    make_fabric,
+    spread,
+)
+from schoenbat.training.record import (
+    CHECKPOINT,
+    LOG,
+    TIMED_STEPS,
+    WARM_STEPS,
+    Accuracy,
+    RunRecord,
+    find_checkpoint,
+    revision,
+)
 from schoenbat.training.step import TrainingStep
 
-
-@dataclass(frozen=True)
-class RunOptions:
-    """What is trained, by which protocol, and on what."""
-
-    task: str
-    attention: str
-    protocol: Protocol
-    seed: int = 0
-    accelerator: str = "auto"
-    devices: int = 1
-    precision: str = "32-true"
-    """Or ``"bf16-mixed"``: products in bfloat16, weights and attention's state in float32."""
-    compiled: bool = False
-    """Whether ``torch.compile`` runs the model."""
-    timing: bool = False
-    """Only time 200 steps: no evaluation, no checkpoint."""
-    alone: bool = True
-    report_every: int = 50
-    checkpoint_seconds: float = 60.0
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """What a checkpoint must agree in with the run that continues from it."""
-        kept = {"task", "attention", "seed", "protocol", "devices", "precision", "compiled", "report_every"}
-        return {name: value for name, value in asdict(self).items() if name in kept}
+# Several devices ask each other after so many steps whether one of them was asked to stop.
+AGREE_EVERY = 10
 
 
 @dataclass(frozen=True)
@@ -89,15 +83,23 @@ def train(
     Raises:
         NonFiniteError: if a loss or gradient is NaN or infinite.
         Interrupted: after SIGTERM or Ctrl-C, once a checkpoint is saved.
+        LostProcessError: if another process has ended before its work was done.
     """
-    fabric = _fabric(options)
-    fabric.launch()
+    fabric = make_fabric(options.accelerator, options.devices, options.strategy, options.precision)
+    launch(fabric)
     run = Run(fabric, task, options, directory, on_progress if fabric.is_global_zero else _quiet)
-    if resume and not options.timing and run.checkpoint.exists():
-        run.restore()
-    with run.stop.listening():
-        run.train()
-        record = run.record()
+    try:
+        # All processes read the one that the first finds.
+        found = fabric.broadcast(find_checkpoint(directory))
+        if resume and not options.timing and found is not None:
+            run.restore(found)
+        with run.stop.listening():
+            run.train()
+            record = run.record()
+    except RuntimeError as error:
+        if fabric.world_size > 1 and is_lost_connection(error):
+            raise LostProcessError(error, run.saved_step) from error
+        raise
     return record if fabric.is_global_zero else None
 
 
@@ -114,13 +116,13 @@ class Run:
     ) -> None:
         self.fabric, self.task, self.options, self.on_progress = fabric, task, options, on_progress
         self.protocol = options.protocol
-        self.directory, self.checkpoint = directory, directory / CHECKPOINT
-        self.step, self.best, self.best_weights = 0, None, None  # type: int, Accuracy | None, dict | None
+        self.directory = directory
+        self.step, self.best, self.best_weights = 0, None, {}  # type: int, Accuracy | None, dict[str, Tensor]
         self.validation = float("nan")
         self.seconds, self.timed_steps, self.peak_memory = 0.0, 0, 0
         self.stop = StopRequest()
         self.log: RunLog | None = None
-        self._saved_at = time.monotonic()
+        self._saved_at, self.saved_step = time.monotonic(), 0
         # All devices build the same weights; what is drawn while training differs.
         torch.manual_seed(options.seed)
         self.module = build_model(task, options)
@@ -132,6 +134,11 @@ class Run:
         world, rank = fabric.world_size, fabric.global_rank
         if protocol.batch_size % world:
             raise ValueError(f"a batch of {protocol.batch_size} cannot be split over {world} devices evenly")
+        self.module.to(device)
+        if torch.distributed.group.WORLD is not None and world > 1:
+            synchronize_statistics(self.module, torch.distributed.group.WORLD)
+        model: Any = torch.compile(self.module) if self.options.compiled else self.module
+        self.model = fabric.setup_module(model)
         optimizer = torch.optim.AdamW(
             self.module.parameters(),
             lr=torch.tensor(protocol.learning_rate, device=device),
@@ -141,9 +148,7 @@ class Run:
             fused=True,
             capturable=device.type == "cuda",
         )
-        self.module.to(device)
-        model: Any = torch.compile(self.module) if self.options.compiled else self.module
-        self.model, self.optimizer = fabric.setup(model, optimizer)
+        self.optimizer = cast(torch.optim.Optimizer, fabric.setup_optimizers(optimizer))
         before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
         stores: dict[int, Tensor] = {}
         self.splits = {
@@ -193,7 +198,9 @@ class Run:
 
     def _next_stop(self, first: int, end: int) -> int:
         """The next step at which something else than training is done."""
-        every = (self.options.report_every, self.protocol.evaluate_every)
+        every = [self.options.report_every, self.protocol.evaluate_every]
+        if self.fabric.world_size > 1:
+            every.append(AGREE_EVERY)
         stops = [(self.step // n + 1) * n for n in every] + [end]
         warm = first + WARM_STEPS
         return min([*stops, warm] if self.step < warm else stops)
@@ -250,7 +257,7 @@ class Run:
         return accuracy(self.fabric, self.model, self.splits[split], self.protocol.batch_size, stop)
 
     def _asked_to_stop(self) -> bool:
-        return bool(self.stop if self.fabric.world_size == 1 else self.fabric.broadcast(bool(self.stop)))
+        return any_process(self.fabric, bool(self.stop))
 
     def _interrupt(self) -> None:
         if not self.options.timing:
@@ -259,56 +266,87 @@ class Run:
 
     def _save_if_due(self, end: int) -> None:
         due = time.monotonic() - self._saved_at > self.options.checkpoint_seconds or self.step == end
-        if self.fabric.broadcast(due):
+        if any_process(self.fabric, due):
             self.save()
 
     def save(self) -> None:
         """Write a checkpoint; a failed step in it would be of no use, so that is looked for first."""
         self.training_step.raise_if_failed()
-        random_states = checkpoint.random_states(self.fabric)
-        if self.fabric.is_global_zero:
-            state = {
-                "options": self.options.identity,
-                "data": self.task.fingerprint,
-                "step": self.step,
-                "model": checkpoint.on_cpu(self.module.state_dict()),
-                "optimizer": self.optimizer.state_dict(),
-                "counters": checkpoint.on_cpu(self.training_step.counters),
-                "random_states": random_states,
-                "best": None if self.best is None else asdict(self.best),
-                "best_weights": self.best_weights,
-                "validation": self.validation,
-                "seconds": self.seconds,
-                "timed_steps": self.timed_steps,
-                "peak_memory": self.peak_memory,
-            }
-            checkpoint.save(self.checkpoint, state)
+        weights, optimizer = self.module.state_dict(), self.optimizer.state_dict()
+        rest = {
+            "options": self.options.identity,
+            "data": self.task.fingerprint,
+            "step": self.step,
+            "counters": checkpoint.on_cpu(self.training_step.counters()),
+            "random_states": checkpoint.random_states(self.fabric),
+            "best": None if self.best is None else asdict(self.best),
+            "validation": self.validation,
+            "seconds": self.seconds,
+            "timed_steps": self.timed_steps,
+            "peak_memory": self.peak_memory,
+        }
+        if is_sharded(self.fabric):
+            tensors = {"model": weights, "best_weights": self.best_weights, "optimizer": optimizer["state"]}
+            shards.save(self.fabric, self.directory, tensors, rest)
+        elif self.fabric.is_global_zero:
+            tensors = {"model": checkpoint.on_cpu(weights), "best_weights": self.best_weights}
+            path = self.directory / CHECKPOINT
+            checkpoint.save(path, {**rest, **tensors, "optimizer": optimizer})
+            checkpoint.remove_others(path)
         self.fabric.barrier()
-        self._saved_at = time.monotonic()
+        self._saved_at, self.saved_step = time.monotonic(), self.step
 
-    def restore(self) -> None:
-        """Continue from the checkpoint."""
-        state = checkpoint.load(self.checkpoint)
-        saved = state["options"] | {"data": state["data"]}
+    def restore(self, path: Path) -> None:
+        """Continue from a checkpoint that any number of devices wrote, by any strategy."""
+        state = shards.load_rest(path) if path.is_dir() else checkpoint.load(path)
         wanted = self.options.identity | {"data": self.task.fingerprint}
-        checkpoint.refuse_other_options(self.checkpoint, saved, wanted)
-        self.step = state["step"]
-        self.module.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.training_step.learning_rate
+        saved = state["options"] | {"data": state["data"]}
+        checkpoint.refuse_other_options(path, {name: saved.get(name) for name in wanted}, wanted)
+        self._restore_tensors(path, state)
+        self.step = self.saved_step = state["step"]
         self.training_step.restore(state["counters"])
         self.best = None if state["best"] is None else Accuracy(**state["best"])
-        self.best_weights = state["best_weights"]
         self.validation = state["validation"]
         self.seconds, self.timed_steps = state["seconds"], state["timed_steps"]
         self.peak_memory = state["peak_memory"]
-        checkpoint.set_random_state(self.fabric, state["random_states"])
+        if not checkpoint.set_random_state(self.fabric, state["random_states"]):
+            torch.manual_seed(1_000_003 * self.step + self.options.seed + 1 + self.fabric.global_rank)
+
+    def _restore_tensors(self, path: Path, state: dict[str, Any]) -> None:
+        if path.is_dir():
+            tensors = shards.load(path, self._empty_tensors())
+        else:
+            tensors = {
+                "model": state["model"],
+                "best_weights": state["best_weights"] or {},
+                "optimizer": state["optimizer"]["state"],
+            }
+            if is_sharded(self.fabric):
+                tensors = spread(tensors, self._empty_tensors())
+        self.module.load_state_dict(tensors["model"])
+        self.best_weights = tensors["best_weights"]
+        groups = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": tensors["optimizer"], "param_groups": groups})
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.training_step.learning_rate
+
+    def _empty_tensors(self) -> dict[str, Any]:
+        """Of all tensors that a checkpoint may hold, what this device has: to be overwritten."""
+        weights = self.module.state_dict()
+        moments = {
+            number: {
+                "step": torch.zeros(()),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+            for number, parameter in enumerate(self.module.parameters())
+        }
+        return {"model": weights, "best_weights": checkpoint.on_cpu(weights), "optimizer": moments}
 
     def record(self) -> RunRecord:
         """Test the last and the best model, and sum up."""
         best = last = None
-        if not self.options.timing and self.best is not None and self.best_weights is not None:
+        if not self.options.timing and self.best is not None:
             last = Accuracy(self.step, self.validation, self.evaluate("test", self.stop))
             if self.best.step == self.step:
                 best = last
@@ -341,16 +379,6 @@ class Run:
         if self.task.name != "retrieval":
             return None
         return floors(self.task.train, self.task.test).citations
-
-
-def _fabric(options: RunOptions) -> Fabric:
-    """Devices and precision; under torchrun as many devices and machines as it says."""
-    precision: Any = options.precision
-    devices, machines = options.devices, 1
-    if torch.distributed.is_torchelastic_launched():
-        devices = int(os.environ["LOCAL_WORLD_SIZE"])
-        machines = int(os.environ["WORLD_SIZE"]) // devices
-    return Fabric(accelerator=options.accelerator, devices=devices, num_nodes=machines, precision=precision)
 
 
 def build_model(task: Task, options: RunOptions) -> Classifier:

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from schoenbat.training.batches import DeviceSplit
 from schoenbat.training.failure import explain_failure
+from schoenbat.training.processes import local
 
 # Steps that run one kernel at a time before a graph is captured: libraries set themselves up in them.
 EAGER_STEPS = 3
@@ -65,15 +66,17 @@ class TrainingStep:
         self._eager_steps = 0
         self.captures = device.type == "cuda" and fabric.world_size == 1
 
-    @property
     def counters(self) -> dict[str, Tensor]:
-        """What a checkpoint must hold of the step itself."""
-        return {
-            "position": self.position,
-            "loss_sum": self.loss_sum,
-            "num_right": self.num_right,
-            "num_seen": self.num_seen,
-        }
+        """What a checkpoint must hold of the step itself: sums over all devices, which all call."""
+        sums = self._sums()
+        if self.fabric.world_size > 1:
+            sums = {name: counter.clone() for name, counter in sums.items()}
+            for counter in sums.values():
+                torch.distributed.all_reduce(counter)
+        return {"position": self.position, **sums}
+
+    def _sums(self) -> dict[str, Tensor]:
+        return {"loss_sum": self.loss_sum, "num_right": self.num_right, "num_seen": self.num_seen}
 
     def run(self) -> None:
         """Run the next step."""
@@ -88,29 +91,32 @@ class TrainingStep:
             self.run()
 
     def tally(self) -> Tally:
-        """What happened since the last call; waits for the device.
+        """What happened on all devices since the last call; waits for them.
 
         Raises:
             NonFiniteError: if a loss or gradient was NaN or infinite.
         """
         self.raise_if_failed()
-        seen = max(1, self.num_seen.item())
-        tally = Tally(self.loss_sum.item() / seen, self.num_right.item() / seen)
-        for counter in (self.loss_sum, self.num_right, self.num_seen):
+        total = {name: counter.item() for name, counter in self.counters().items()}
+        for counter in self._sums().values():
             counter.zero_()
-        return tally
+        seen = max(1, total["num_seen"])
+        return Tally(total["loss_sum"] / seen, total["num_right"] / seen)
 
     def raise_if_failed(self) -> None:
         """Raise NonFiniteError if a loss or gradient was NaN or infinite; waits for the device."""
         if self.failed.item():
             position = int(self.failed_at.item())
             batch = self.split.batch(self.order[position])
-            raise explain_failure(self.model, batch, position + 1, self.rates[position].item())
+            raise explain_failure(self.fabric, self.model, batch, position + 1, self.rates[position].item())
 
     def restore(self, counters: dict[str, Tensor]) -> None:
-        """Continue from what `counters` was."""
-        for name, counter in self.counters.items():
+        """Continue from what `counters` was; the first device goes on with the sums of all."""
+        self.position.copy_(counters["position"])
+        for name, counter in self._sums().items():
             counter.copy_(counters[name])
+            if not self.fabric.is_global_zero:
+                counter.zero_()
 
     def _step(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
@@ -129,7 +135,7 @@ class TrainingStep:
 
     def _check(self, loss: Tensor) -> None:
         """Note the first step that is not finite; all devices come to the same answer."""
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        gradients = [local(p.grad) for p in self.model.parameters() if p.grad is not None]
         healthy = loss.isfinite() & nn.utils.get_total_norm(gradients).isfinite()
         bad = 1.0 - healthy.float()
         if self.fabric.world_size > 1:

@@ -9,7 +9,7 @@ import math
 import os
 import re
 import signal
-import subprocess
+import subprocess  # nosec B404 - a sweep is made of processes
 import sys
 import time
 from collections import deque
@@ -21,7 +21,7 @@ from typing import IO, Any
 from schoenbat.registry import build_attention
 from schoenbat.training.log import read_log
 from schoenbat.training.protocol import OF_WHOLE_RUNS, Protocol
-from schoenbat.training.record import CHECKPOINT, LOG, RESULT, RunResult, read_result, run_directory
+from schoenbat.training.record import LOG, RESULT, RunResult, find_checkpoint, read_result, run_directory
 
 LOCK = ".lock"
 STDERR = "stderr.txt"
@@ -331,10 +331,10 @@ def _start(cell: Cell, options: SweepOptions, command: Command | None) -> "_Proc
     if obstacle:
         lock.close()
         return obstacle
-    resumed = (directory / CHECKPOINT).exists()
+    resumed = find_checkpoint(directory) is not None
     stderr = directory / STDERR
     with stderr.open("wb") as file:
-        handle = subprocess.Popen(
+        handle = subprocess.Popen(  # nosec B603 - this interpreter with the sweep's own options, no shell
             command(cell) if command else train_command(cell, options),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -396,7 +396,7 @@ def _stop(running: list[_Process], deadline: float) -> list[_Process]:
 
 
 def _begun_first(cells: Iterable[Cell], out: Path) -> list[Cell]:
-    return sorted(cells, key=lambda cell: not (cell.directory(out) / CHECKPOINT).exists())
+    return sorted(cells, key=lambda cell: find_checkpoint(cell.directory(out)) is None)
 
 
 def _disagreement(result: RunResult, cell: Cell, options: SweepOptions) -> str | None:

@@ -1,0 +1,106 @@
+"""What `SchoenbAt.calibrate` fits to the rows of a trained model, one function each; rows are normalised."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from schoenbat.functional import kernelized_attention
+
+if TYPE_CHECKING:
+    from schoenbat.modules import SchoenbAt
+
+# Of the target's scale. A smaller one is nearer to averaging, and easier for the features to follow.
+_SHARES = tuple(step / 20 for step in range(1, 41))
+# A truncated series gives far keys of large logits less than their due.
+_WEIGHTS = tuple(2 ** (step / 4) for step in range(-12, 33))
+
+
+def mean_row(rows: Tensor, mask: Tensor | None) -> Tensor:
+    """The mean of the rows that take part, ``(..., H, n, d) -> (..., H, 1, d)``, in float32 at least."""
+    dtype = torch.promote_types(rows.dtype, torch.float32)
+    if mask is None:
+        return rows.mean(-2, keepdim=True, dtype=dtype)
+    mask = mask[..., None, :, None]
+    total = torch.where(mask, rows, 0.0).sum(-2, keepdim=True, dtype=dtype)
+    return total / mask.sum(-2, keepdim=True).clamp(min=1)
+
+
+def fit_centre(attention: "SchoenbAt", key: Tensor, key_mask: Tensor | None) -> None:
+    """A learned centre becomes the mean of all keys."""
+    if attention.key_center is None:
+        return
+    mask = None if key_mask is None else key_mask.flatten()
+    by_head = key.transpose(0, 1).flatten(1, 2)  # (H, B·n, d)
+    attention.key_center.copy_(mean_row(by_head, mask).squeeze(-2))
+
+
+def fit_directions(attention: "SchoenbAt", query: Tensor, key: Tensor, key_mask: Tensor | None) -> None:
+    """The directions of an ``"exact-low"`` map become the main ones of queries and (centred) keys."""
+    if attention.features.construction != "exact-low":
+        return
+    if key_mask is not None:
+        key = torch.where(key_mask[:, None, :, None], key, 0.0)
+    batch, heads, _, width = key.shape
+    attention.features.calibrate(query.reshape(batch, heads, -1, width), key)
+
+
+def fit_scale(attention: "SchoenbAt", call: "Call", target: float) -> None:
+    """Each head gets the share of the target's scale at which it comes closest to softmax at that scale.
+
+    Where a window sees near keys exactly, it is the target's scale that they are seen at; the features have a
+    scale of their own through separate maps, and a weight for each head besides, which is fitted as well.
+    """
+    if attention.rho is not None:
+        attention.set_scale(torch.full((attention.num_heads,), target))
+    elif abs(attention.features.scale - target) > 1e-6 * target:
+        raise ValueError(
+            f"the scale is fixed at {attention.features.scale:.4g} and cannot become {target:.4g}; make the "
+            "module with scale='learned' or the target's"
+        )
+    exact = call.exact(attention, target)
+    if attention.query_map is not None:
+        identity = torch.eye(attention.query_map.shape[-1])
+        query_map = attention.query_map
+        _choose(attention, call, exact, _SHARES, lambda s: query_map.copy_(s[:, None, None] * identity))
+    elif attention.window is None and attention.rho is not None:
+        _choose(attention, call, exact, _SHARES, lambda share: attention.set_scale(target * share))
+    if attention.window is not None:
+        _choose(attention, call, exact, _WEIGHTS, attention.set_far_weight)
+
+
+class Call(NamedTuple):
+    """One call of an attention, with normalised rows."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    key_mask: Tensor | None
+    is_causal: bool
+
+    @property
+    def options(self) -> dict[str, Any]:
+        grouped = self.query.shape[1] != self.key.shape[1]
+        return {"key_mask": self.key_mask, "is_causal": self.is_causal, "enable_gqa": grouped}
+
+    def exact(self, attention: "SchoenbAt", scale: float) -> Tensor:
+        return kernelized_attention(*self[:3], attention.kernel, scale=scale, **self.options)
+
+    def approximate(self, attention: "SchoenbAt") -> Tensor:
+        return attention.attend(*self[:3], **self.options)
+
+
+def _choose(
+    attention: "SchoenbAt",
+    call: Call,
+    exact: Tensor,
+    candidates: Sequence[float],
+    give: Callable[[Tensor], Any],
+) -> None:
+    """`give` each head the candidate with which its output has the least square error."""
+    errors = []
+    for candidate in candidates:
+        give(torch.full((attention.num_heads,), candidate))
+        errors.append((call.approximate(attention) - exact).square().sum((0, 2, 3)))
+    give(torch.tensor(candidates)[torch.stack(errors).argmin(0).cpu()])

@@ -1,0 +1,1 @@
+"""SchoenbAt inside other libraries, one folder each; every one needs its own extra."""

@@ -1,0 +1,205 @@
+"""`register` makes SchoenbAt known to transformers; `convert` puts it into a loaded model."""
+
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from schoenbat.features import reseed
+from schoenbat.integrations.huggingface import layers
+from schoenbat.integrations.huggingface.attention import attend
+from schoenbat.integrations.huggingface.masks import compact_mask
+from schoenbat.integrations.huggingface.name import NAME
+from schoenbat.modules import SchoenbAt
+
+DEFAULTS: Mapping[str, Any] = {
+    "num_features": 128,
+    "kernel": "exp",
+    "construction": "exact-low",
+    "normalization": None,
+    "scale": None,
+    "center_keys": "auto",
+    "post": False,
+    "seed": 0,
+}
+"""What stays closest to a trained softmax: rows as they are, the model's own scale, low degrees exact."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What `convert` did: which modules carry a SchoenbAt, and which were left alone, for what reason."""
+
+    converted: tuple[str, ...]
+    left: Mapping[str, str]
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.converted)} attention layers converted, {len(self.left)} left as they were"]
+        return "\n".join([*lines, *(f"  {name}: {reason}" for name, reason in self.left.items())])
+
+
+def register() -> None:
+    """Make ``attn_implementation="schoenbat"`` known to transformers.
+
+    Models that are built from then on with that implementation (``from_config``, ``from_pretrained``), and
+    saved models that `convert` had converted, get a `SchoenbAt` in each attention module. Options are read
+    from the config's entry ``schoenbat``; what is not said there is as in `convert`. To load a converted
+    model with its softmax instead: ``from_pretrained(path, schoenbat=None)``. Calling it again changes
+    nothing.
+
+    Example:
+        >>> from transformers import AutoModel, BertConfig
+        >>> register()
+        >>> config = BertConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=2)
+        >>> model = AutoModel.from_config(config, attn_implementation="schoenbat")
+        >>> model.encoder.layer[0].attention.self.schoenbat.features.construction
+        'exact-low'
+    """
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, compact_mask)
+    _follow_construction()
+
+
+@functools.cache
+def _follow_construction() -> None:
+    """Once: transformers has no place of its own between a model's construction and its loading."""
+    post_init, initialize = PreTrainedModel.post_init, PreTrainedModel._initialize_weights
+    PreTrainedModel.post_init = _then_attach(post_init)  # type: ignore[method-assign]
+    PreTrainedModel._initialize_weights = _then_fill(initialize)  # type: ignore[method-assign]
+
+
+def convert(model: PreTrainedModel, **options: Any) -> Conversion:
+    """Replace the attention of a loaded model by SchoenbAt, in place; its own weights stay as they are.
+
+    One walk over the modules: whatever looks its attention up in transformers' `AttentionInterface` and
+    needs nothing that linear attention cannot do gets a `SchoenbAt`, with a map of its own. The rest is named
+    in the result and keeps its softmax. Options are written to ``model.config.schoenbat``, so that the model
+    can be saved, shared, and loaded after `register`.
+
+    The defaults stay closest to softmax attention without training: no normalisation, the model's own scale,
+    an ``"exact-low"`` map. For `distill` afterwards, add ``scale="learned", post=True,
+    trainable_features=True``.
+
+    Args:
+        model: a transformers model.
+        **options: of `SchoenbAt`: ``num_features``, ``kernel`` (a name), ``construction``, ``normalization``,
+            ``scale`` (None: the model's own), ``center_keys`` (``"auto"``: the mean key where attention is
+            bidirectional, a learned one where it is causal), ``window``, ``post``, ``trainable_features``,
+            ``seed``, ...
+
+    Example:
+        >>> from transformers import BertConfig, BertModel
+        >>> config = BertConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=2)
+        >>> print(convert(BertModel(config), num_features=64))
+        2 attention layers converted, 0 left as they were
+    """
+    register()
+    options = _checked({**DEFAULTS, **options})
+    found = list(layers.find(model))
+    left = {item.name: item.obstacle for item in found if item.obstacle is not None}
+    fit = [item for item in found if item.obstacle is None]
+    conversion = Conversion(tuple(item.name for item in fit), left)
+    if fit:
+        _attach_all(model, [item.module for item in fit], options)
+        for part in model.modules():
+            if isinstance(part, PreTrainedModel):
+                setattr(part.config, NAME, options)
+        model.set_attn_implementation(NAME)
+    if left:
+        _log.warning("%s", conversion)
+    return conversion
+
+
+def _attach_all(model: nn.Module, modules: list[nn.Module], options: Mapping[str, Any]) -> None:
+    """All or none: an option that does not fit raises before the first module is changed."""
+    built = [layers.build(module, options, _device(module)) for module in modules]
+    for module, attention in zip(modules, built, strict=True):
+        layers.attach(module, attention)
+    with torch.device("cpu"):  # transformers builds models on the meta device, where no seed can be drawn
+        reseed(model, options["seed"])
+
+
+def _device(module: nn.Module) -> torch.device | None:
+    return next((parameter.device for parameter in module.parameters()), None)
+
+
+def _checked(options: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(options["kernel"], str):
+        raise TypeError(
+            f"kernel must be a name, so that the model's config can be saved, got {options['kernel']!r}"
+        )
+    if options["normalization"] == "batch":
+        raise ValueError(
+            "normalization='batch' needs to know which queries are padding, which transformers does not tell "
+            "its attention; use None, 'token' or 'l2'"
+        )
+    if not isinstance(options["seed"], int):
+        raise TypeError(
+            f"seed must be an integer, so that a saved model can be rebuilt, got {options['seed']!r}"
+        )
+    return options
+
+
+def _then_attach(post_init: Callable[[PreTrainedModel], None]) -> Callable[[PreTrainedModel], None]:
+    """The end of a model's construction: the one moment before its weights are loaded."""
+
+    @functools.wraps(post_init)
+    def wrapped(self: PreTrainedModel) -> None:
+        post_init(self)
+        recorded = getattr(self.config, NAME, None)
+        if recorded:
+            self.config._attn_implementation_internal = NAME
+        ours = rf"(^|\.){NAME}\."
+        # A converted model may be loaded with its softmax,
+        self._keys_to_ignore_on_load_unexpected = {*(self._keys_to_ignore_on_load_unexpected or ()), ours}
+        if self.config._attn_implementation != NAME:
+            return
+        # and one that was never converted with SchoenbAt, whose maps are then drawn.
+        self._keys_to_ignore_on_load_missing = {*(self._keys_to_ignore_on_load_missing or ()), ours}
+        options = _checked({**DEFAULTS, **(recorded or {})})
+        found = [item for item in layers.find(self) if _is_chosen(item.module)]
+        new = [item.module for item in found if item.obstacle is None and not hasattr(item.module, NAME)]
+        _attach_all(self, new, options)
+        if found and all(item.obstacle is not None for item in found):
+            _log.warning("%s", Conversion((), {item.name: item.obstacle or "" for item in found}))
+
+    return wrapped
+
+
+def _is_chosen(module: nn.Module) -> bool:
+    """Whether the implementation of a module's own part of the model is ours."""
+    return getattr(getattr(module, "config", None), "_attn_implementation", NAME) == NAME
+
+
+def _then_fill(initialize: Callable[..., None]) -> Callable[..., None]:
+    """After loading, transformers initializes what a checkpoint did not have, module by module."""
+
+    @functools.wraps(initialize)
+    def wrapped(self: PreTrainedModel, module: nn.Module, *rest: Any, **more: Any) -> None:
+        initialize(self, module, *rest, **more)
+        attention = getattr(module, NAME, None)
+        if isinstance(attention, SchoenbAt):
+            _fill(module, attention, {**DEFAULTS, **(getattr(self.config, NAME, None) or {})})
+
+    return wrapped
+
+
+@torch.no_grad()
+def _fill(module: nn.Module, attention: SchoenbAt, options: Mapping[str, Any]) -> None:
+    """Give tensors that were not loaded the values they are built with; take the degrees of a loaded map."""
+    with torch.device("cpu"):
+        seeded = {**options, "seed": attention.features.seed}
+        built = layers.build(module, seeded, torch.device("cpu"))
+    fresh = built.state_dict()
+    for name, tensor in attention.state_dict(keep_vars=True).items():
+        if not getattr(tensor, "_is_hf_initialized", False):
+            tensor.copy_(fresh[name])
+    table = attention.features.degree_table
+    if not table.is_meta:
+        attention.features.degrees = tuple(table.tolist())

@@ -1,0 +1,41 @@
+"""Every check of an option: what a constructor is given besides tensors."""
+
+import math
+import numbers
+from typing import Any
+
+import torch
+
+# More features, landmarks or samples than this are a slip of the pen, and would fill any memory.
+MOST = 2**16
+
+
+def check_count(name: str, value: Any, least: int = 1, most: int | None = None) -> Any:
+    """An integer of at least `least` and at most `most`, as it is."""
+    if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+    if most is not None and value > most:
+        raise ValueError(f"{name} must be at most {most:,}, got {value!r}")
+    return value
+
+
+def check_number(name: str, value: Any, least: float = -math.inf, most: float = math.inf) -> float:
+    """A finite number from `least` to `most`, as a float."""
+    number = float(value) if isinstance(value, numbers.Real) else math.nan
+    if not (math.isfinite(number) and least <= number <= most):
+        limits = f" of at least {least:g}" if math.isinf(most) else f" from {least:g} to {most:g}"
+        limits = "" if math.isinf(least) else limits
+        raise ValueError(f"{name} must be a finite number{limits}, got {value!r}")
+    return number
+
+
+def check_dtype(name: str, dtype: Any) -> None:
+    """None, or a floating-point dtype."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"{name} must be a floating-point torch.dtype or None, got {dtype!r}")
+
+
+def check_seed(seed: Any) -> None:
+    """An integer that torch's generators take."""
+    if not isinstance(seed, int) or isinstance(seed, bool) or not -(2**63) <= seed < 2**64:
+        raise ValueError(f"seed must be an integer of at most 64 bits, got {seed!r}")

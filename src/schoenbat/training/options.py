@@ -1,0 +1,36 @@
+"""What a run is asked to be."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from schoenbat.training.protocol import Protocol
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What is trained, by which protocol, and on what."""
+
+    task: str
+    attention: str
+    protocol: Protocol
+    seed: int = 0
+    accelerator: str = "auto"
+    devices: int = 1
+    strategy: str = "auto"
+    """What several devices share: ``"ddp"``, gradients; ``"fsdp"``, weights and optimizer too."""
+    precision: str = "32-true"
+    """Or ``"bf16-mixed"``: products in bfloat16, weights and attention's state in float32."""
+    compiled: bool = False
+    """Whether ``torch.compile`` runs the model."""
+    timing: bool = False
+    """Only time 200 steps: no evaluation, no checkpoint."""
+    alone: bool = True
+    report_every: int = 50
+    checkpoint_seconds: float = 60.0
+    """What is saved after so many seconds is not lost when a run is killed."""
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a checkpoint must agree in with the run that continues from it, on any number of devices."""
+        kept = {"task", "attention", "seed", "protocol", "precision", "compiled", "report_every"}
+        return {name: value for name, value in asdict(self).items() if name in kept}

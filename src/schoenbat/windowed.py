@@ -1,0 +1,249 @@
+"""Exact near, linear far, as a user calls it: over a whole sequence, and token by token with a state."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from schoenbat.features import MaclaurinFeatures
+from schoenbat.functional import RMFAState, map_for
+from schoenbat.inputs import Arranged, arrange, arrange_scale
+from schoenbat.ops import dispatch, window
+from schoenbat.ops.blocks import FeatureMap
+from schoenbat.ops.window import Carried, Window
+
+
+def rmfa_window(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    features: MaclaurinFeatures,
+    width: int,
+    *,
+    key_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | Tensor | None = None,
+    far_weight: float | Tensor = 1.0,
+    far_maps: tuple[Tensor, Tensor] | None = None,
+    enable_gqa: bool = False,
+    implementation: str = "auto",
+) -> Tensor:
+    """Softmax attention, exact for the keys within ±width of a query and by features for all others.
+
+    ``out = (Σ_near exp(s⟨q, k⟩) v + g·N) / (Σ_near exp(s⟨q, k⟩) + g·f)``: N and f are numerator and floored
+    denominator of `rmfa` to the far keys alone, g is `far_weight`. Time ``O(n·(width + D))``. A width of n
+    or more is softmax attention. Gradients by recomputation, a span of rows at a time.
+
+    Args:
+        query: ``(..., H, n, d)``.
+        key: ``(..., H, n, d)``: as many as queries, for nearness is a difference of positions.
+        value: ``(..., H, n, d_v)``.
+        features: a map of the kernel ``"exp"``.
+        width: how many keys on each side of a query (before it, if causal) are near; its own always is.
+        key_mask: bool ``(..., n)``, **True = takes part**.
+        is_causal: query i sees keys up to i.
+        scale: as in `rmfa`.
+        far_weight: g > 0, a float or a tensor of one value per query head.
+        far_maps: matrices A ``(H, d, d)`` and B ``(H_kv, d, d)``: far keys are seen as ``φ(qA)·φ(kB)``. None:
+            as ``φ(q)·φ(k)``.
+        enable_gqa: let several query heads share a key head.
+        implementation: ``"auto"``, ``"reference"`` (the specification; quadratic) or ``"eager"``.
+
+    Returns:
+        ``(..., H, n, d_v)``.
+
+    Example:
+        >>> features = MaclaurinFeatures(8, 64, seed=0)
+        >>> q, k, v = torch.randn(3, 2, 4, 100, 8).unbind()
+        >>> softmax = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        >>> near, all_of_it = (rmfa_window(q, k, v, features, width) for width in (10, 100))
+        >>> torch.allclose(all_of_it, softmax, atol=1e-5), torch.allclose(near, softmax, atol=1e-5)
+        (True, False)
+    """
+    check_window(features, width)
+    inputs = arrange(query, key, value, key_mask, enable_gqa)
+    if query.shape[-2] != key.shape[-2]:
+        raise ValueError(
+            f"a window needs as many queries as keys, got {query.shape[-2]} and {key.shape[-2]}: positions "
+            "in two sequences cannot be compared (for decoding use rmfa_window_step)"
+        )
+    obstacle = "exact near, linear far has no fused kernel"
+    chosen = dispatch.choose(implementation, obstacle, query)
+    with torch.autocast(query.device.type, enabled=False):
+        if not torch.compiler.is_compiling():  # where it would make every size an expression of the length
+            width = min(width, max(key.shape[-2] - 1, 0))
+        query_scale = _arrange_scale(inputs, features, scale)
+        settings = Window(width, is_causal, 0, *_arrange_far(inputs, far_weight, far_maps))
+        attend = window.attend if chosen == "eager" else _in_full_precision
+        out = attend(*inputs[:4], map_for(features, inputs.key), query_scale, settings)
+    return inputs.restore(out)
+
+
+@dataclass
+class RMFAWindowState:
+    """What windowed attention remembers: the last `width` keys and values, and the sums of all before them.
+
+    Example:
+        >>> features = MaclaurinFeatures(8, 64, seed=0)
+        >>> RMFAWindowState.zeros(features, 16, batch=2, kv_heads=4, value_dim=8).key.shape
+        torch.Size([2, 4, 16, 8])
+    """
+
+    key: Tensor  # (B, H, width, d)
+    value: Tensor  # (B, H, width, d_v)
+    mask: Tensor  # bool (B, width)
+    far: RMFAState
+
+    @classmethod
+    def zeros(
+        cls,
+        features: MaclaurinFeatures,
+        width: int,
+        batch: int,
+        kv_heads: int,
+        value_dim: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> "RMFAWindowState":
+        """A state that has seen nothing; keys and values are kept in `dtype`, sums in float32 at least."""
+        far = RMFAState.zeros(features, batch, kv_heads, value_dim, device=device, dtype=dtype)
+        kept: dict[str, Any] = {"device": far.key_sum.device, "dtype": dtype or torch.float32}
+        key = torch.zeros(batch, kv_heads, width, features.head_dim, **kept)
+        value = torch.zeros(batch, kv_heads, width, value_dim, **kept)
+        mask = torch.zeros(batch, width, dtype=torch.bool, device=key.device)
+        return cls(key, value, mask, far)
+
+    @property
+    def count(self) -> Tensor:
+        """How many keys were seen, ``(B,)`` int64."""
+        return self.far.count + self.mask.sum(-1)
+
+    def reorder(self, index: Tensor) -> "RMFAWindowState":
+        """Take the given batch rows, in place, as beam search does; returns the state itself."""
+        for name in ("key", "value", "mask"):
+            setattr(self, name, getattr(self, name).index_select(0, index))
+        self.far.reorder(index)
+        return self
+
+    def _carried(self) -> Carried:
+        far = self.far
+        features = torch.cat([far.feature_value, far.feature_sum[..., None]], dim=-1)
+        count = far.count.to(far.key_sum.dtype)[:, None, None].expand(*far.key_sum.shape[:2], 1)
+        rows = torch.cat([far.key_sum, far.value_sum, count], dim=-1)
+        return Carried(features[:, :, None, None], rows[:, :, None, None, None])
+
+
+def rmfa_window_step(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    features: MaclaurinFeatures,
+    state: RMFAWindowState,
+    *,
+    key_mask: Tensor | None = None,
+    scale: float | Tensor | None = None,
+    far_weight: float | Tensor = 1.0,
+    far_maps: tuple[Tensor, Tensor] | None = None,
+    enable_gqa: bool = False,
+) -> tuple[Tensor, RMFAWindowState]:
+    """Decode: n new tokens attend causally, exactly to the last `width` tokens and linearly to all before.
+
+    Args:
+        query: ``(B, H, n, d)``; n = 1 for one token, more for a prompt.
+        key: ``(B, H_kv, n, d)``.
+        value: ``(B, H_kv, n, d_v)``.
+        features: a map of the kernel ``"exp"``.
+        state: what came before; it is left as it is.
+        key_mask: bool ``(B, n)``, **True = takes part**; False for left padding.
+        scale: as in `rmfa`.
+        far_weight: as in `rmfa_window`.
+        far_maps: as in `rmfa_window`.
+        enable_gqa: let several query heads share a key head.
+
+    Returns:
+        The output ``(B, H, n, d_v)`` and the state after these tokens.
+
+    Example:
+        >>> features = MaclaurinFeatures(8, 64, seed=0)
+        >>> q, k, v = torch.randn(3, 2, 4, 10, 8).unbind()
+        >>> state = RMFAWindowState.zeros(features, 3, batch=2, kv_heads=4, value_dim=8)
+        >>> prompt, state = rmfa_window_step(q[..., :7, :], k[..., :7, :], v[..., :7, :], features, state)
+        >>> rest, state = rmfa_window_step(q[..., 7:, :], k[..., 7:, :], v[..., 7:, :], features, state)
+        >>> whole = rmfa_window(q, k, v, features, 3, is_causal=True)
+        >>> torch.allclose(torch.cat([prompt, rest], dim=-2), whole, atol=1e-5)
+        True
+    """
+    width, length = state.key.shape[-2], key.shape[-2]
+    check_window(features, width)
+    if query.shape[-2] != length:
+        raise ValueError(f"a step takes one query for each key, got {query.shape[-2]} and {length}")
+    expected, got = (*state.key.shape[:2], state.value.shape[-1]), (*key.shape[:2], value.shape[-1])
+    if expected != got:
+        raise ValueError(f"the state was made for (batch, kv_heads, value_dim) = {expected}, got {got}")
+    new = key.new_ones(key.shape[0], length, dtype=torch.bool) if key_mask is None else key_mask
+    keys, values = torch.cat([state.key, key], dim=-2), torch.cat([state.value, value], dim=-2)
+    mask = torch.cat([state.mask, new.expand(key.shape[0], length)], dim=-1)
+    inputs = arrange(query, keys, values, mask, enable_gqa)
+    with torch.autocast(query.device.type, enabled=False):
+        feature_map, query_scale = map_for(features, inputs.key), _arrange_scale(inputs, features, scale)
+        settings = Window(width, True, width, *_arrange_far(inputs, far_weight, far_maps))
+        out = window.attend(*inputs[:4], feature_map, query_scale, settings, state._carried())
+    # The first so many of all keys are no longer among the last `width`.
+    leaving = keys[..., :length, :]
+    if far_maps is not None:
+        leaving = leaving @ far_maps[1].to(leaving.dtype)
+    far = replace(state.far).update(leaving, values[..., :length, :], features, mask[:, :length])
+    after = RMFAWindowState(keys[..., length:, :], values[..., length:, :], mask[:, length:], far)
+    return inputs.restore(out), after
+
+
+def check_window(features: MaclaurinFeatures, width: int) -> None:
+    """A ValueError unless exact near, linear far can be done with this map and width."""
+    if not isinstance(width, int) or isinstance(width, bool) or width < 0:
+        raise ValueError(f"the window's width must be an integer of at least 0, got {width!r}")
+    if features.kernel.name not in ("exp", "trigh"):
+        raise ValueError(
+            f"a window needs the kernel 'exp', this map's is {features.kernel.name!r}: near and far weights "
+            "are brought under one row maximum as logarithms"
+        )
+
+
+def _arrange_scale(inputs: Arranged, features: MaclaurinFeatures, scale: float | Tensor | None) -> Tensor:
+    return arrange_scale(features.scale if scale is None else scale, inputs.query, features.scale)
+
+
+def _arrange_far(
+    inputs: Arranged, far_weight: float | Tensor, far_maps: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    if not isinstance(far_weight, Tensor) and not far_weight > 0:
+        raise ValueError(f"far_weight must be positive, got {far_weight}")
+    log_weight = arrange_scale(far_weight, inputs.query, 1.0).log()
+    if far_maps is None:
+        return log_weight, None, None
+    return log_weight, *_arrange_maps(inputs, *far_maps)
+
+
+def _arrange_maps(inputs: Arranged, query_map: Tensor, key_map: Tensor) -> tuple[Tensor, Tensor]:
+    heads, groups, width = *inputs.query.shape[1:3], inputs.query.shape[-1]
+    expected = (heads * groups, width, width), (heads, width, width)
+    got = tuple(query_map.shape), tuple(key_map.shape)
+    if got != expected:
+        raise ValueError(
+            f"far_maps must have shapes {expected[0]} and {expected[1]}, got {got[0]} and {got[1]}"
+        )
+    return query_map.reshape(heads, groups, width, width), key_map[:, None]
+
+
+def _in_full_precision(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    feature_map: FeatureMap,
+    query_scale: Tensor,
+    settings: Window,
+) -> Tensor:
+    q, k, v = (x.to(feature_map.weight.dtype) for x in (query, key, value))
+    return window.reference(q, k, v, mask, feature_map, query_scale, settings).to(query.dtype)

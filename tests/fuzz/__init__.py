@@ -1,0 +1,1 @@
+"""Random cases for every public function: a correct result or a clear error."""

@@ -1,0 +1,82 @@
+import pytest
+import torch
+from integrations.huggingface.tiny import FAMILIES, inputs_for, make, outputs_of, tokens
+
+from schoenbat.integrations.huggingface import calibrate, convert, distill
+
+TRAINABLE = {"scale": "learned", "post": True, "trainable_features": True}
+
+
+def batches(count=20):
+    return [{"input_ids": tokens(4, 16, seed=seed)} for seed in range(10, 10 + count)]
+
+
+def error_of(model, expected, **inputs):
+    return float((outputs_of(model, **inputs) - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_both_stages_bring_the_model_back(family):
+    model = make(FAMILIES[family])
+    for module in model.modules():
+        if hasattr(module, "scaling"):
+            module.scaling *= 3  # far from averaging
+    held_out = inputs_for(family)
+    expected = outputs_of(model, **held_out)
+    convert(model, num_features=24, map_per_head=True, separate_maps=True, **TRAINABLE)
+    errors = [error_of(model, expected, **held_out)]
+    for steps in ((40, 0), (0, 40)):
+        losses = distill(model, batches(), steps=steps, progress=False)
+        assert (len(losses.attention), len(losses.model)) == steps
+        of_stage = losses.attention or losses.model
+        assert sum(of_stage[-10:]) < sum(of_stage[:10])
+        errors.append(error_of(model, expected, **held_out))
+    assert errors[-1] < 0.9 * errors[0]
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_the_first_stage_trains_attention_alone_and_the_second_no_embeddings():
+    model = make(FAMILIES["bert"])
+    convert(model, num_features=24, **TRAINABLE)
+    before = {name: tensor.clone() for name, tensor in model.named_parameters()}
+
+    def changed():
+        return {name for name, tensor in model.named_parameters() if not torch.equal(tensor, before[name])}
+
+    distill(model, batches(), steps=(3, 0), progress=False)
+    assert changed()
+    assert all(".schoenbat." in name for name in changed())
+    distill(model, batches(), steps=(0, 3), progress=False)
+    assert "encoder.layer.0.attention.self.query.weight" in changed()
+    assert not any("embeddings.word" in name or "embeddings.position" in name for name in changed())
+
+
+@pytest.mark.parametrize("family", ["vit", "bart", "gpt2"])
+def test_other_families_distil_too(family):
+    model = make(FAMILIES[family])
+    convert(model, num_features=24, **TRAINABLE)
+    losses = distill(model, [inputs_for(family)], steps=(10, 10), progress=False)
+    assert losses.attention[-1] < losses.attention[0]
+    assert losses.model[-1] < losses.model[0]
+
+
+def test_calibration_needs_no_training():
+    model = make(FAMILIES["llama"])
+    held_out = inputs_for("llama")
+    expected = outputs_of(model, **held_out)
+    convert(model, num_features=24)
+    before = error_of(model, expected, **held_out)
+    calibrate(model, {"input_ids": tokens(4, 24, seed=30)})
+    assert error_of(model, expected, **held_out) < before
+
+
+def test_what_is_missing_is_said():
+    model = make(FAMILIES["bert"])
+    with pytest.raises(ValueError, match="call convert"):
+        distill(model, batches(), progress=False)
+    convert(model, num_features=24)
+    with pytest.raises(ValueError, match='scale="learned"'):
+        distill(model, batches(), progress=False)
+    convert(model, num_features=24, **TRAINABLE)
+    with pytest.raises(ValueError, match="no batches"):
+        distill(model, [], progress=False)
