@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from schoenbat import parallel
 from schoenbat.features import MaclaurinFeatures
-from schoenbat.functional import RMFAState, rmfa, rmfa_step
+from schoenbat.functional import RMFAState, attend, rmfa_step
 from schoenbat.kernels import DotProductKernel
 from schoenbat.kernels import kernel as get_kernel
 from schoenbat.normalization import NORMALIZATIONS, PostSBN, PreSBN
@@ -191,7 +191,11 @@ class SchoenbAt(nn.Module):
                 "into causal training; use normalization='token'"
             )
         self._check_group(None if self.query_norm is None else self.query_norm.mode)
-        query, key = self._normalize(query, key, query_mask, key_mask)
+        unit_rows = None
+        if self.query_norm is not None and self.query_norm.mode != "batch" and self.process_group is None:
+            unit_rows = self.query_norm.unit_rows
+        else:
+            query, key = self._normalize(query, key, query_mask, key_mask)
         options: dict[str, Any] = {
             "key_mask": key_mask,
             "is_causal": is_causal,
@@ -199,7 +203,7 @@ class SchoenbAt(nn.Module):
             "enable_gqa": enable_gqa,
         }
         if self.process_group is None:
-            out = rmfa(query, key, value, self.features, **options)
+            out = attend(query, key, value, self.features, unit_rows=unit_rows, **options)
         else:
             out = parallel.rmfa(query, key, value, self.features, group=self.process_group, **options)
         return out if self.post is None else self.post(out)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from schoenbat.ops.unit_rows import UnitRows
 from schoenbat.precision import refuse_half
 
 NORMALIZATIONS = ("token", "batch", "l2", None)
@@ -68,13 +69,15 @@ class PreSBN(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None = None, *, track: bool = True) -> Tensor:
         """Normalise the rows of x; with `track`, the running averages of ``"batch"`` follow in training."""
         with torch.autocast(x.device.type, enabled=False):
-            rows = x.to(torch.promote_types(x.dtype, torch.float32))
-            if self.mode == "token":
-                rows = rows - rows.mean(-1, keepdim=True)
-            elif self.mode == "batch":
-                rows = self._standardize(rows, mask, track)
-            square = rows.square().sum(-1, keepdim=True)
-            return (rows * square.clamp(min=x.shape[-1] * self.eps).rsqrt()).to(x.dtype)
+            if self.mode != "batch":
+                return self.unit_rows(x)
+            rows = self._standardize(x.to(torch.promote_types(x.dtype, torch.float32)), mask, track)
+            return self.unit_rows(rows).to(x.dtype)
+
+    @property
+    def unit_rows(self) -> UnitRows:
+        """What is done to each row for itself; but for ``"batch"`` it is all that is done."""
+        return UnitRows(self.mode == "token", self.eps)
 
     def _standardize(self, rows: Tensor, mask: Tensor | None, track: bool) -> Tensor:
         if rows.dim() != 4 or rows.shape[1] != self.running_mean.shape[0]:

@@ -3,7 +3,7 @@
 import torch
 from oracle import gradients, poisoned_memory
 
-from schoenbat import rmfa
+from schoenbat.functional import attend
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Products in the interpreter are wrong for bfloat16; a GPU must show all three.
@@ -24,7 +24,7 @@ def assert_close_to_specification(features, tensors, scale, exact="reference", *
 
     def run(xs, implementation):
         *qkv, s = xs
-        return gradients(lambda: rmfa(*qkv, features, scale=s, implementation=implementation, **options), xs)
+        return gradients(lambda: attend(*qkv, features, scale=s, implementation=implementation, **options), xs)
 
     with poisoned_memory():
         got, got_grads = run(inputs, "triton")

@@ -13,8 +13,16 @@ then group after group. Names are those of `features`; m_ are masks.
 import triton
 import triton.language as tl
 
-from schoenbat.ops.triton.features import evaluate, evaluate_backward
-from schoenbat.ops.triton.rows import LOWEST_EXPONENT, NARROW, load_tile, store_tile, visible
+from schoenbat.ops.triton.features import evaluate, evaluate_backward, monomials, monomials_backward
+from schoenbat.ops.triton.rows import (
+    LOWEST_EXPONENT,
+    NARROW,
+    load_tile,
+    load_unit_tile,
+    store_tile,
+    unit_backward,
+    visible,
+)
 
 # What depends on the length of a sequence: no kernel is compiled again for another length.
 LENGTHS = ("N", "TILES", "SPLITS", "NUM_PARTS")
@@ -32,11 +40,11 @@ def _group_sums(p_sums, p_totals, o_first, ROWS: tl.constexpr, BLOCK_V: tl.const
 def summarize(
     p_x, p_rows, p_mask, p_scale, p_row_scale, p_row_weight, p_mean_weight,
     p_sums, p_totals, p_x_sum, p_row_sum,
-    stride_xb, stride_xh, stride_xn, stride_rb, stride_rh, stride_rn, N, TILES, SPLITS, KEY_SCALE,
+    stride_xb, stride_xh, stride_xn, stride_rb, stride_rh, stride_rn, N, TILES, SPLITS, KEY_SCALE, EPS,
     p_tiles, p_root, p_linear, p_degrees, p_first, NUM_TILES, num_groups,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, MAPS: tl.constexpr, HAS_MASK: tl.constexpr,
     IS_QUERY: tl.constexpr, IDENTITY: tl.constexpr, PARTS: tl.constexpr, QUADRATIC: tl.constexpr,
-    DIM: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK: tl.constexpr,
+    UNIT: tl.constexpr, DIM: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK: tl.constexpr,
     GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Partial sums of TILES tiles: Σφ(x) rowᵀ, Σφ(x) w, Σx u, Σrow; w and u are 1 for keys.
@@ -68,7 +76,7 @@ def summarize(
     for i_tile in range(i_split * TILES, tl.minimum((i_split + 1) * TILES, tl.cdiv(N, BLOCK))):
         start = i_tile * BLOCK
         m_n = visible(p_mask, start, N, BLOCK, HAS_MASK)
-        b_x = load_tile(p_x, start, stride_xn, m_n, DIM, BLOCK, BLOCK_D)
+        b_x, _ = load_unit_tile(p_x, start, stride_xn, m_n, EPS, UNIT, DIM, BLOCK, BLOCK_D)
         b_rows = load_tile(p_rows, start, stride_rn, m_n, DV, BLOCK, BLOCK_V)
         dtype = b_x.dtype
         b_narrow = tl.full([BLOCK, NARROW], 1.0, tl.float32)
@@ -233,10 +241,10 @@ def _read_rows(
 @triton.jit(do_not_specialize=LENGTHS)
 def read(
     p_query, p_out, p_scale, p_sums, p_totals, p_key_mean, p_value_mean, p_coefficients,
-    stride_qb, stride_qh, stride_qn, N, TILES, SPLITS,
+    stride_qb, stride_qh, stride_qn, N, TILES, SPLITS, EPS,
     p_tiles, p_root, p_linear, p_degrees, p_first, NUM_TILES, num_groups,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, MAPS: tl.constexpr, IDENTITY: tl.constexpr,
-    QUADRATIC: tl.constexpr, DIM: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    QUADRATIC: tl.constexpr, UNIT: tl.constexpr, DIM: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Some tiles of outputs: ``v̄ + numerator / max(total, floor)``."""
@@ -256,7 +264,7 @@ def read(
     for i_tile in range(i_split * TILES, tl.minimum((i_split + 1) * TILES, tl.cdiv(N, BLOCK))):
         start = i_tile * BLOCK
         m_n = start + tl.arange(0, BLOCK) < N
-        b_x = load_tile(p_query, start, stride_qn, m_n, DIM, BLOCK, BLOCK_D)
+        b_x, _ = load_unit_tile(p_query, start, stride_qn, m_n, EPS, UNIT, DIM, BLOCK, BLOCK_D)
         b_numerator, b_total, b_floor, _ = _read_rows(
             b_x, scale, constant, zeroth, slope, p_sums, p_totals, p_key_mean + i_state * BLOCK_D,
             p_tiles + i_map * NUM_TILES * BLOCK_D * GROUP, p_root + i_map * num_groups * GROUP,
@@ -272,10 +280,10 @@ def read(
 def read_backward(
     p_query, p_grad, p_dquery, p_inverse, p_dtotal, p_dmean, p_dscale,
     p_scale, p_sums, p_totals, p_key_mean, p_coefficients,
-    stride_qb, stride_qh, stride_qn, stride_gb, stride_gh, stride_gn, N, SPLITS,
+    stride_qb, stride_qh, stride_qn, stride_gb, stride_gh, stride_gn, N, SPLITS, EPS,
     p_tiles, p_root, p_linear, p_degrees, p_first, NUM_TILES, num_groups,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, MAPS: tl.constexpr, IDENTITY: tl.constexpr,
-    QUADRATIC: tl.constexpr, DIM: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    QUADRATIC: tl.constexpr, UNIT: tl.constexpr, DIM: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A tile of query gradients; also 1/f and the gradients of denominator and mean logit by row, that of the scale."""
@@ -298,7 +306,7 @@ def read_backward(
     slope = tl.load(p_coefficients + 3 * i_map + 2)
     start = i_tile * BLOCK
     m_n = start + tl.arange(0, BLOCK) < N
-    b_x = load_tile(p_query, start, stride_qn, m_n, DIM, BLOCK, BLOCK_D)
+    b_x, b_factor = load_unit_tile(p_query, start, stride_qn, m_n, EPS, UNIT, DIM, BLOCK, BLOCK_D)
     b_numerator, b_total, b_floor, b_exponent = _read_rows(
         b_x, scale, constant, zeroth, slope, p_sums, p_totals, p_key_mean, p_tiles, p_root, p_linear, p_degrees,
         p_first, num_groups, IDENTITY, QUADRATIC, BLOCK_D, BLOCK_V, BLOCK, GROUP, PRECISION,
@@ -334,18 +342,17 @@ def read_backward(
     # b_dx is the gradient of scale · query, on which alone everything depends.
     b_along = tl.sum(b_dx * b_x.to(tl.float32), axis=1)
     tl.store(p_dscale + tl.program_id(0), tl.sum(b_along, axis=0))
-    store_tile(
-        p_dquery + tl.full([], i_bh, tl.int64) * N * DIM, start, b_dx * scale, m_n, DIM, BLOCK, BLOCK_D
-    )
+    b_dx = unit_backward(b_dx * scale, b_x, b_factor, EPS, UNIT, DIM, BLOCK_D)
+    store_tile(p_dquery + tl.full([], i_bh, tl.int64) * N * DIM, start, b_dx, m_n, DIM, BLOCK, BLOCK_D)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def key_backward(
     p_key, p_value, p_mask, p_dkey, p_dvalue, p_dsums, p_dtotals, p_dkey_mean, p_value_mean, p_to_mean,
-    stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, N, SPLITS, KEY_SCALE,
+    stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, N, SPLITS, KEY_SCALE, EPS,
     p_tiles, p_root, p_linear, p_degrees, p_first, NUM_TILES, num_groups,
     HEADS: tl.constexpr, MAPS: tl.constexpr, HAS_MASK: tl.constexpr, IDENTITY: tl.constexpr,
-    QUADRATIC: tl.constexpr, DIM: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    QUADRATIC: tl.constexpr, UNIT: tl.constexpr, DIM: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A tile of key and value gradients, from those of the sums; what all of them get is in `p_dkey_mean`, `p_to_mean`."""
@@ -365,7 +372,7 @@ def key_backward(
     scale = KEY_SCALE
     start = i_tile * BLOCK
     m_n = visible(p_mask + i_b.to(tl.int64) * N, start, N, BLOCK, HAS_MASK)
-    b_x = load_tile(p_key, start, stride_kn, m_n, DIM, BLOCK, BLOCK_D)
+    b_x, b_factor = load_unit_tile(p_key, start, stride_kn, m_n, EPS, UNIT, DIM, BLOCK, BLOCK_D)
     dtype = b_x.dtype
     b_value = load_tile(p_value, start, stride_vn, m_n, DV, BLOCK, BLOCK_V).to(tl.float32)
     b_rows = (b_value - tl.load(p_value_mean + i_state * BLOCK_V + o_v)[None, :]).to(dtype)
@@ -380,18 +387,20 @@ def key_backward(
     for i_group in range(num_groups):
         b_s, b_z = _group_sums(p_dsums, p_dtotals, first + i_group * GROUP, GROUP, BLOCK_V)
         b_s = b_s.to(dtype)
-        b_phi = evaluate(
+        b_product, b_weight = monomials(
             b_x, scale, i_group, p_tiles, p_root, p_degrees, p_first, QUADRATIC, BLOCK, BLOCK_D, GROUP, PRECISION
         )  # fmt: skip
+        b_phi = b_product * (b_weight * scale)[None, :]
         b_dv += tl.dot(b_phi.to(dtype), b_s, input_precision=PRECISION)
         b_dphi = tl.dot(b_rows, tl.trans(b_s), input_precision=PRECISION) + b_z[None, :]
-        b_dx += evaluate_backward(
-            b_dphi, b_x, scale, i_group, p_tiles, p_root, p_degrees, p_first, QUADRATIC, BLOCK, BLOCK_D, GROUP,
+        b_dx += monomials_backward(
+            b_dphi, b_product, b_weight, b_x, i_group, p_tiles, p_degrees, p_first, QUADRATIC, BLOCK, BLOCK_D, GROUP,
             PRECISION,
         )  # fmt: skip
     # What is masked gets zeros; what lies behind the end gets nothing.
     m_in = start + tl.arange(0, BLOCK) < N
-    b_dx = tl.where(m_n[:, None], b_dx * scale, 0.0)
+    b_dx = unit_backward(b_dx * scale, b_x, b_factor, EPS, UNIT, DIM, BLOCK_D)
+    b_dx = tl.where(m_n[:, None], b_dx, 0.0)
     b_dv = tl.where(m_n[:, None], b_dv + tl.load(p_to_mean + i_state * BLOCK_V + o_v)[None, :], 0.0)
     store_tile(p_dkey + i_state * N * DIM, start, b_dx, m_in, DIM, BLOCK, BLOCK_D)
     store_tile(p_dvalue + i_state * N * DV, start, b_dv, m_in, DV, BLOCK, BLOCK_V)

@@ -48,6 +48,13 @@ def tiles_for(dtype: torch.dtype, block_d: int, block_v: int, quadratic: bool) -
     return Tiles(64, 4, 3) if widest <= 64 else Tiles(128, 8, 2)
 
 
+class Unit(NamedTuple):
+    """What becomes of the rows of queries and keys as they are loaded: see `unit_rows`; code 0 is nothing."""
+
+    code: int = 0
+    eps: float = 0.0
+
+
 class Shape(NamedTuple):
     """What a call's tensors have in common."""
 
@@ -104,19 +111,21 @@ def attend(
     coefficients: Tensor,
     query_scale: Tensor,
     key_scale: float,
+    unit: Unit,
 ) -> list[Tensor]:
     """Outputs, then the sums, totals, key mean and value mean that the backward pass starts from."""
     shape, count = Shape.of(query, value), _count(key, mask)
     tiles, q = shape.tiles(plan), as_rows(query)
-    summary = _summary(as_rows(key), as_rows(value), mask, count, shape, plan, key_scale)
+    summary = _summary(as_rows(key), as_rows(value), mask, count, shape, plan, key_scale, unit)
     out = q.new_empty(*q.shape[:-1], shape.value_dim)
     if out.numel():
         splits, tiles_each = split(_row_tiles(q, tiles), q.shape[0] * q.shape[1])
         bidirectional.read[(splits * q.shape[0] * q.shape[1],)](
             *(q, out, query_scale, *summary, per_map(coefficients, plan)),
-            *(*q.stride()[:3], q.shape[-2], tiles_each, splits, *map_arguments(plan)),
+            *(*q.stride()[:3], q.shape[-2], tiles_each, splits, unit.eps, *map_arguments(plan)),
             HEADS=q.shape[1],
             GROUPS=shape.groups,
+            UNIT=unit.code,
             **shape.constants(plan, tiles),
         )
     return [out.view(*query.shape[:-1], shape.value_dim), *summary]
@@ -133,6 +142,7 @@ def attend_backward(
     coefficients: Tensor,
     query_scale: Tensor,
     key_scale: float,
+    unit: Unit,
 ) -> list[Tensor]:
     """Gradients of query, key, value and query_scale."""
     shape, count = Shape.of(query, value), _count(key, mask)
@@ -147,21 +157,24 @@ def attend_backward(
         bidirectional.read_backward[(to_scale.numel(),)](
             *(q, g, grad_query, *by_row, to_scale, query_scale, sums, totals, key_mean),
             *(per_map(coefficients, plan), *q.stride()[:3], *g.stride()[:3], q.shape[-2], row_tiles),
-            *map_arguments(plan),
+            *(unit.eps, *map_arguments(plan)),
             HEADS=q.shape[1],
             GROUPS=shape.groups,
+            UNIT=unit.code,
             **shape.constants(plan, tiles),
         )
-    to_summary = _summary_backward(q, g, by_row, count, totals, shape, plan, query_scale, key_scale)
+    to_summary = _summary_backward(q, g, by_row, count, totals, shape, plan, query_scale, key_scale, unit)
     grad_key, grad_value = k.new_empty(k.shape), v.new_empty(v.shape)
     row_tiles = triton.cdiv(k.shape[-2], tiles.block)
     if k.numel():
         to_sums, to_totals, to_key, to_value = to_summary
         bidirectional.key_backward[(row_tiles * k.shape[0] * k.shape[1],)](
             *(k, v, flat(mask, k), grad_key, grad_value, to_sums, to_totals, to_key, value_mean, to_value),
-            *(*k.stride()[:3], *v.stride()[:3], k.shape[-2], row_tiles, key_scale, *map_arguments(plan)),
+            *(*k.stride()[:3], *v.stride()[:3], k.shape[-2], row_tiles, key_scale),
+            *(unit.eps, *map_arguments(plan)),
             HEADS=k.shape[1],
             HAS_MASK=mask is not None,
+            UNIT=unit.code,
             **shape.constants(plan, tiles),
         )
     grads = grad_query.view(query.shape), grad_key.view(key.shape), grad_value.view(value.shape)
@@ -169,10 +182,17 @@ def attend_backward(
 
 
 def _summary(
-    key: Tensor, value: Tensor, mask: Tensor | None, count: Tensor, shape: Shape, plan: Plan, key_scale: float
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    count: Tensor,
+    shape: Shape,
+    plan: Plan,
+    key_scale: float,
+    unit: Unit,
 ) -> list[Tensor]:
     """Sums, totals, key mean and value mean of each key head, ``(B·H, ...)``."""
-    parts = _summarize(key, value, mask, None, shape._replace(groups=1), plan, None, key_scale)
+    parts = _summarize(key, value, mask, None, shape._replace(groups=1), plan, None, key_scale, unit)
     heads = key.shape[0] * key.shape[1]
     summary = _empty_summary(heads, shape, plan, key)
     rows = min(SUM_ROWS, triton.next_power_of_2(max(16, plan.num_features)))
@@ -196,9 +216,10 @@ def _summary_backward(
     plan: Plan,
     query_scale: Tensor,
     key_scale: float,
+    unit: Unit,
 ) -> list[Tensor]:
     """Gradients of sums and totals, and what each key and each value gets through the means."""
-    parts = _summarize(query, grad, None, by_row, shape, plan, query_scale, key_scale)
+    parts = _summarize(query, grad, None, by_row, shape, plan, query_scale, key_scale, unit)
     heads = shape.batch * shape.heads
     to_summary = _empty_summary(heads, shape, plan, query)
     rows = min(SUM_ROWS, triton.next_power_of_2(max(16, plan.num_features)))
@@ -233,6 +254,7 @@ def _summarize(
     plan: Plan,
     query_scale: Tensor | None,
     key_scale: float,
+    unit: Unit,
 ) -> list[Tensor]:
     """Parts of Σφ(x) rowᵀ, Σφ(x) w, Σx u and Σrow, ``(B·H·splits, ...)``; see the kernel."""
     batch, heads, n, _ = x.shape
@@ -242,12 +264,14 @@ def _summarize(
     sums = [x.new_empty(batch * heads * splits, *s, dtype=torch.float32) for s in shapes]
     bidirectional.summarize[(groups * splits * batch * heads,)](
         *(x, rows, flat(mask, x), x if query_scale is None else query_scale, *(by_row or (x, x, x)), *sums),
-        *(*x.stride()[:3], *rows.stride()[:3], n, tiles_each, splits, key_scale, *map_arguments(plan)),
+        *(*x.stride()[:3], *rows.stride()[:3], n, tiles_each, splits, key_scale),
+        *(unit.eps, *map_arguments(plan)),
         HEADS=heads,
         GROUPS=shape.groups,
         HAS_MASK=mask is not None,
         IS_QUERY=by_row is not None,
         PARTS=groups,
+        UNIT=unit.code,
         **shape.constants(plan, tiles),
     )
     return sums
