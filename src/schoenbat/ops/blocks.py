@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 Monomials = tuple[Tensor, ...]
 
@@ -67,21 +66,6 @@ class FeatureMap(NamedTuple):
     @property
     def key_scale(self) -> float:
         return math.sqrt(self.scale)
-
-
-def may_keep(*tensors: Tensor) -> bool:
-    """Whether what is made from these tensors now may be used again in a later call.
-
-    Not what a compiler traces, a transform or a mode wraps (fake tensors), a CUDA graph will fill at its
-    replay, or autograd records.
-    """
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return False
-    if _len_torch_dispatch_stack():
-        return False
-    if any(t.requires_grad or t.is_inference() or type(t) is not Tensor for t in tensors):
-        return False
-    return not (tensors[0].is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def level_sizes(degrees: Sequence[int]) -> list[int]:

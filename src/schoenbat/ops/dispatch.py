@@ -161,7 +161,7 @@ def _attend_fused(
     from schoenbat.ops.triton import library as fused
 
     unit, eps = (0, 0.0) if unit_rows is None else (unit_rows.code, unit_rows.eps)
-    plan, flags = _plan(query, feature_map, query.dtype)
+    plan, flags = _plan(query, feature_map, query.dtype, wide=True)
     small = plan, feature_map.coefficients, query_scale, flags, feature_map.key_scale, unit, eps
     return fused.attend(query, key, value, mask, *small)[0]
 
@@ -181,11 +181,14 @@ def _attend_causal_fused(
     return fused.attend_causal(query, key, value, mask, *small)[0]
 
 
-def _plan(query: Tensor, feature_map: FeatureMap, dtype: torch.dtype) -> tuple[list[Tensor], list[int]]:
+def _plan(
+    query: Tensor, feature_map: FeatureMap, dtype: torch.dtype, *, wide: bool = False
+) -> tuple[list[Tensor], list[int]]:
     """The map as the kernels take it."""
     from schoenbat.ops.triton import launch, plan
 
-    planned = plan.plan_for(feature_map.blocks, feature_map.weight, dtype, launch.padded(query.shape[-1]))
+    block_d = launch.padded(query.shape[-1])
+    planned = plan.plan_for(feature_map.blocks, feature_map.weight, dtype, block_d, wide)
     return planned.tensors, planned.flags
 
 

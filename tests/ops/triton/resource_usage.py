@@ -88,6 +88,7 @@ def constants_for(width, quadratic, tiles, parts):
         "IDENTITY": int(quadratic),
         "QUADRATIC": quadratic,
         "UNIT": 2,
+        "SINGLE": quadratic and width == 64,
         "PARTS": parts,
         "CHUNK": 1,
         "DIM": width,

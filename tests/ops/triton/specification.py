@@ -24,7 +24,9 @@ def assert_close_to_specification(features, tensors, scale, exact="reference", *
 
     def run(xs, implementation):
         *qkv, s = xs
-        return gradients(lambda: attend(*qkv, features, scale=s, implementation=implementation, **options), xs)
+        return gradients(
+            lambda: attend(*qkv, features, scale=s, implementation=implementation, **options), xs
+        )
 
     with poisoned_memory():
         got, got_grads = run(inputs, "triton")

@@ -27,10 +27,16 @@ def product(b_a, b_b, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def directions(p_tiles, i_tile, BLOCK_D: tl.constexpr, GROUP: tl.constexpr):
+    """One level's directions, [BLOCK_D, GROUP]."""
+    o_tile = tl.arange(0, BLOCK_D)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    return tl.load(p_tiles + i_tile * BLOCK_D * GROUP + o_tile)
+
+
+@triton.jit
 def factors(b_x, p_tiles, i_tile, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr):
     """One level's factors [BLOCK, GROUP] in float32, and the directions they are projections on."""
-    o_tile = tl.arange(0, BLOCK_D)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    b_w = tl.load(p_tiles + i_tile * BLOCK_D * GROUP + o_tile)
+    b_w = directions(p_tiles, i_tile, BLOCK_D, GROUP)
     return product(b_x, b_w, PRECISION), b_w
 
 
@@ -98,10 +104,9 @@ def monomials_backward(
     """What a group adds to the gradient of the scaled rows, [BLOCK, BLOCK_D]; `b_grad` is that of the features."""
     b_grad = b_grad * b_weight[None, :]
     if QUADRATIC:
-        b_left, b_w_left = factors(b_x, p_tiles, 2 * i_group, BLOCK_D, GROUP, PRECISION)
-        b_right, b_w_right = factors(b_x, p_tiles, 2 * i_group + 1, BLOCK_D, GROUP, PRECISION)
-        b_dx = _spread(b_grad * b_right, b_w_left, PRECISION)
-        b_dx += _spread(b_grad * b_left, b_w_right, PRECISION)
+        b_left = directions(p_tiles, 2 * i_group, BLOCK_D, GROUP)
+        b_right = directions(p_tiles, 2 * i_group + 1, BLOCK_D, GROUP)
+        b_dx = pairs_backward(b_grad, b_x, b_left, b_right, PRECISION)
     else:
         first = tl.load(p_first + i_group)
         b_degree = tl.load(p_degrees + i_group * GROUP + tl.arange(0, GROUP))
@@ -112,6 +117,13 @@ def monomials_backward(
             b_factor, b_w = _level(b_x, b_degree, i_tile - first, p_tiles, i_tile, BLOCK_D, GROUP, PRECISION)
             b_dx += _spread(b_grad / b_factor, b_w, PRECISION)
     return b_dx
+
+
+@triton.jit
+def pairs_backward(b_grad, b_x, b_left, b_right, PRECISION: tl.constexpr):
+    """The gradient of rows from that of ``(x·left)(x·right)``."""
+    b_dx = _spread(b_grad * tl.dot(b_x, b_right, input_precision=PRECISION), b_left, PRECISION)
+    return b_dx + _spread(b_grad * tl.dot(b_x, b_left, input_precision=PRECISION), b_right, PRECISION)
 
 
 @triton.jit

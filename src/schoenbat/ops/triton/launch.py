@@ -14,7 +14,7 @@ from torch import Tensor
 from schoenbat.ops.triton import bidirectional
 from schoenbat.ops.triton.plan import Plan
 
-# Two programs at a time for each of a large GPU's 132 multiprocessors.
+# Two programs at a time for each of a large GPU's 132 multiprocessors; of two warps, twice as many fit.
 _PROGRAMS = 264
 SUM_ROWS = 64
 
@@ -119,13 +119,14 @@ def attend(
     summary = _summary(as_rows(key), as_rows(value), mask, count, shape, plan, key_scale, unit)
     out = q.new_empty(*q.shape[:-1], shape.value_dim)
     if out.numel():
-        splits, tiles_each = split(_row_tiles(q, tiles), q.shape[0] * q.shape[1])
+        splits, tiles_each = split(_row_tiles(q, tiles), q.shape[0] * q.shape[1], tiles)
         bidirectional.read[(splits * q.shape[0] * q.shape[1],)](
             *(q, out, query_scale, *summary, per_map(coefficients, plan)),
             *(*q.stride()[:3], q.shape[-2], tiles_each, splits, unit.eps, *map_arguments(plan)),
             HEADS=q.shape[1],
             GROUPS=shape.groups,
             UNIT=unit.code,
+            SINGLE=_is_single(plan),
             **shape.constants(plan, tiles),
         )
     return [out.view(*query.shape[:-1], shape.value_dim), *summary]
@@ -150,31 +151,37 @@ def attend_backward(
     sums, totals, key_mean, value_mean = summary
     grad_query = q.new_empty(q.shape)
     by_row = [q.new_empty(q.shape[:-1], dtype=torch.float32) for _ in range(3)]
-    tiles = shape.tiles(plan)
-    row_tiles = triton.cdiv(q.shape[-2], tiles.block)
-    to_scale = q.new_empty(q.shape[0], q.shape[1], row_tiles, dtype=torch.float32)
+    tiles, single = shape.tiles(plan), _is_single(plan)
+    splits, tiles_each = _row_tiles(q, tiles), 1
+    if single:  # only then is there something that tiles share
+        splits, tiles_each = split(splits, q.shape[0] * q.shape[1], tiles)
+    to_scale = q.new_empty(q.shape[0], q.shape[1], splits, dtype=torch.float32)
     if q.numel():
         bidirectional.read_backward[(to_scale.numel(),)](
             *(q, g, grad_query, *by_row, to_scale, query_scale, sums, totals, key_mean),
-            *(per_map(coefficients, plan), *q.stride()[:3], *g.stride()[:3], q.shape[-2], row_tiles),
+            *(per_map(coefficients, plan), *q.stride()[:3], *g.stride()[:3], q.shape[-2], tiles_each, splits),
             *(unit.eps, *map_arguments(plan)),
             HEADS=q.shape[1],
             GROUPS=shape.groups,
             UNIT=unit.code,
+            SINGLE=single,
             **shape.constants(plan, tiles),
         )
     to_summary = _summary_backward(q, g, by_row, count, totals, shape, plan, query_scale, key_scale, unit)
     grad_key, grad_value = k.new_empty(k.shape), v.new_empty(v.shape)
-    row_tiles = triton.cdiv(k.shape[-2], tiles.block)
     if k.numel():
+        splits, tiles_each = _row_tiles(k, tiles), 1
+        if single:
+            splits, tiles_each = split(splits, k.shape[0] * k.shape[1], tiles)
         to_sums, to_totals, to_key, to_value = to_summary
-        bidirectional.key_backward[(row_tiles * k.shape[0] * k.shape[1],)](
+        bidirectional.key_backward[(splits * k.shape[0] * k.shape[1],)](
             *(k, v, flat(mask, k), grad_key, grad_value, to_sums, to_totals, to_key, value_mean, to_value),
-            *(*k.stride()[:3], *v.stride()[:3], k.shape[-2], row_tiles, key_scale),
+            *(*k.stride()[:3], *v.stride()[:3], k.shape[-2], tiles_each, splits, key_scale),
             *(unit.eps, *map_arguments(plan)),
             HEADS=k.shape[1],
             HAS_MASK=mask is not None,
             UNIT=unit.code,
+            SINGLE=single,
             **shape.constants(plan, tiles),
         )
     grads = grad_query.view(query.shape), grad_key.view(key.shape), grad_value.view(value.shape)
@@ -259,7 +266,7 @@ def _summarize(
     """Parts of Σφ(x) rowᵀ, Σφ(x) w, Σx u and Σrow, ``(B·H·splits, ...)``; see the kernel."""
     batch, heads, n, _ = x.shape
     tiles, groups = shape.tiles(plan), max(1, plan.num_groups)
-    splits, tiles_each = split(_row_tiles(x, tiles), batch * heads * groups)
+    splits, tiles_each = split(_row_tiles(x, tiles), batch * heads * groups, tiles)
     shapes = summary_shapes(shape, plan)
     sums = [x.new_empty(batch * heads * splits, *s, dtype=torch.float32) for s in shapes]
     bidirectional.summarize[(groups * splits * batch * heads,)](
@@ -277,15 +284,21 @@ def _summarize(
     return sums
 
 
-def split(pieces: int, others: int) -> tuple[int, int]:
+def split(pieces: int, others: int, tiles: Tiles) -> tuple[int, int]:
     """How many programs share a sequence, how many pieces each has; `others`: how many more there are."""
-    wanted = max(1, min(pieces, _PROGRAMS // max(1, others)))
+    programs = _PROGRAMS * (2 if tiles.num_warps == 2 else 1)
+    wanted = max(1, min(pieces, programs // max(1, others)))
     each = triton.cdiv(pieces, wanted)
     return triton.cdiv(pieces, each), each
 
 
 def _row_tiles(x: Tensor, tiles: Tiles) -> int:
     return max(1, triton.cdiv(x.shape[-2], tiles.block))
+
+
+def _is_single(plan: Plan) -> bool:
+    """Identity features and one group of pairs: kernels keep such a map, and a head's sums, at hand."""
+    return plan.identity and plan.quadratic and plan.num_groups == 1
 
 
 def map_arguments(plan: Plan) -> tuple[Any, ...]:
