@@ -140,11 +140,20 @@ def _column(b, i_column: tl.constexpr, COLUMNS: tl.constexpr):
     return tl.sum(tl.where(tl.arange(0, COLUMNS)[None, :] == i_column, b, 0.0), axis=1)
 
 
+@triton.jit
+def _divisor(p_count, i_b, N, HAS_MASK: tl.constexpr):
+    """How many keys of a sequence take part, at least 1."""
+    count = N.to(tl.float32)
+    if HAS_MASK:
+        count = tl.load(p_count + i_b).to(tl.float32)
+    return tl.maximum(count, 1.0)
+
+
 @triton.jit(do_not_specialize=LENGTHS)
 def finish(
     p_partial_sums, p_partial_totals, p_partial_x, p_partial_rows, p_count, p_sums, p_totals, p_key_mean,
-    p_value_mean, SPLITS, num_features,
-    HEADS: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    p_value_mean, N, SPLITS, num_features,
+    HEADS: tl.constexpr, HAS_MASK: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Add up the parts of `summarize` for keys: means, and sums as if every value had been centred.
 
@@ -164,7 +173,7 @@ def finish(
         o_part = (i_part * num_features + o_f) * BLOCK_V
         b_sums += tl.load(p_partial_sums + o_part[:, None] + o_v[None, :], mask=m_f[:, None], other=0.0)
         b_totals += tl.load(p_partial_totals + i_part * num_features + o_f, mask=m_f, other=0.0)
-    divisor = tl.maximum(tl.load(p_count + i_bh // HEADS), 1.0)
+    divisor = _divisor(p_count, i_bh // HEADS, N, HAS_MASK)
     b_value = b_value / divisor
     b_totals = b_totals / divisor
     b_sums = b_sums / divisor - b_totals[:, None] * b_value[None, :]
@@ -181,8 +190,8 @@ def finish(
 @triton.jit(do_not_specialize=LENGTHS)
 def finish_backward(
     p_partial_sums, p_partial_totals, p_partial_x, p_partial_rows, p_count, p_totals, p_dsums, p_dtotals, p_dkey,
-    p_dvalue, NUM_PARTS, num_features,
-    HEADS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    p_dvalue, N, NUM_PARTS, num_features,
+    HEADS: tl.constexpr, HAS_MASK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Add up the parts of `summarize` for queries, over the query heads that share a key head, too.
 
@@ -190,7 +199,7 @@ def finish_backward(
     """
     i_bh = tl.program_id(0)
     o_d, o_v = tl.arange(0, BLOCK_D), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    divisor = tl.maximum(tl.load(p_count + i_bh // HEADS), 1.0)
+    divisor = _divisor(p_count, i_bh // HEADS, N, HAS_MASK)
     b_value = tl.zeros([COLUMNS], tl.float32)
     b_key = tl.zeros([BLOCK_D], tl.float32)
     for i in range(NUM_PARTS):
@@ -253,12 +262,15 @@ def _read_whole(b_x, scale, b_s1, b_s2, b_left, b_right, b_z1, b_z2, b_root, PRE
 
 @triton.jit
 def _whole_backward(
-    b_rows, b_dtotal, b_x, scale, b_s1, b_s2, b_left, b_right, p_totals, p_root, p_linear,
+    b_rows, b_dtotal, b_x, scale, b_s1, b_s2, b_left, b_right, p_totals, p_tiles, p_root, p_linear,
     BLOCK_D: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What `_read_rows_backward` gives."""
     b_z1, b_z2, b_root = _whole_vectors(p_totals, p_root, p_linear, BLOCK_D, GROUP)
     b_dphi = tl.dot(b_rows, tl.trans(b_s2), input_precision=PRECISION) + b_dtotal[:, None] * b_z2[None, :]
+    if GROUP > BLOCK_D:
+        # The factors of a wide group do not fit the registers until now: from directions loaded again they are formed again.
+        b_left, b_right = directions(p_tiles, 0, BLOCK_D, GROUP), directions(p_tiles, 1, BLOCK_D, GROUP)
     b_dx = pairs_backward(b_dphi * (b_root * scale)[None, :], b_x, b_left, b_right, PRECISION)
     b_dx += tl.dot(b_rows, tl.trans(b_s1), input_precision=PRECISION)
     return b_dx + b_dtotal[:, None] * b_z1[None, :]
@@ -382,7 +394,10 @@ def read_backward(
     if SINGLE:
         b_s1, b_s2, b_left, b_right = _whole_tiles(p_sums, p_tiles, p_linear, dtype, BLOCK_D, BLOCK_V, GROUP)
     b_dscale = tl.zeros([BLOCK], tl.float32)
-    for i_tile in range(i_split * TILES, tl.minimum((i_split + 1) * TILES, tl.cdiv(N, BLOCK))):
+    first, last = i_split, i_split + 1
+    if SINGLE:  # only then is there something that tiles share
+        first, last = i_split * TILES, tl.minimum((i_split + 1) * TILES, tl.cdiv(N, BLOCK))
+    for i_tile in range(first, last):
         start = i_tile * BLOCK
         m_n = start + tl.arange(0, BLOCK) < N
         b_x, b_factor = load_unit_tile(p_query, start, stride_qn, m_n, EPS, UNIT, DIM, BLOCK, BLOCK_D)
@@ -416,8 +431,8 @@ def read_backward(
         b_dx = b_dmean[:, None] * b_key_mean[None, :]
         if SINGLE:
             b_dx += _whole_backward(
-                b_rows, b_dtotal, b_x, scale, b_s1, b_s2, b_left, b_right, p_totals, p_root, p_linear, BLOCK_D, GROUP,
-                PRECISION,
+                b_rows, b_dtotal, b_x, scale, b_s1, b_s2, b_left, b_right, p_totals, p_tiles, p_root, p_linear, BLOCK_D,
+                GROUP, PRECISION,
             )  # fmt: skip
         else:
             b_dx += _read_rows_backward(
@@ -488,7 +503,10 @@ def key_backward(
     b_ones = tl.full([BLOCK], 1.0, tl.float32)
     if SINGLE:
         b_s1, b_s2, b_left, b_right = _whole_tiles(p_dsums, p_tiles, p_linear, dtype, BLOCK_D, BLOCK_V, GROUP)
-    for i_tile in range(i_split * TILES, tl.minimum((i_split + 1) * TILES, tl.cdiv(N, BLOCK))):
+    first, last = i_split, i_split + 1
+    if SINGLE:  # only then is there something that tiles share
+        first, last = i_split * TILES, tl.minimum((i_split + 1) * TILES, tl.cdiv(N, BLOCK))
+    for i_tile in range(first, last):
         start = i_tile * BLOCK
         m_n = visible(p_mask, start, N, BLOCK, HAS_MASK)
         b_x, b_factor = load_unit_tile(p_key, start, stride_kn, m_n, EPS, UNIT, DIM, BLOCK, BLOCK_D)
@@ -498,8 +516,8 @@ def key_backward(
             b_z1, b_z2, b_root = _whole_vectors(p_dtotals, p_root, p_linear, BLOCK_D, GROUP)
             b_dv, _ = _read_whole(b_x, scale, b_s1, b_s2, b_left, b_right, b_z1, b_z2, b_root, PRECISION)
             b_dx = _whole_backward(
-                b_rows, b_ones, b_x, scale, b_s1, b_s2, b_left, b_right, p_dtotals, p_root, p_linear, BLOCK_D, GROUP,
-                PRECISION,
+                b_rows, b_ones, b_x, scale, b_s1, b_s2, b_left, b_right, p_dtotals, p_tiles, p_root, p_linear, BLOCK_D,
+                GROUP, PRECISION,
             )  # fmt: skip
         else:
             b_dx, b_dv = _key_rows(

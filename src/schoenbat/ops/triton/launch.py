@@ -114,9 +114,9 @@ def attend(
     unit: Unit,
 ) -> list[Tensor]:
     """Outputs, then the sums, totals, key mean and value mean that the backward pass starts from."""
-    shape, count = Shape.of(query, value), _count(key, mask)
-    tiles, q = shape.tiles(plan), as_rows(query)
-    summary = _summary(as_rows(key), as_rows(value), mask, count, shape, plan, key_scale, unit)
+    shape, q = Shape.of(query, value), as_rows(query)
+    tiles = shape.tiles(plan)
+    summary = _summary(as_rows(key), as_rows(value), mask, shape, plan, key_scale, unit)
     out = q.new_empty(*q.shape[:-1], shape.value_dim)
     if out.numel():
         splits, tiles_each = split(_row_tiles(q, tiles), q.shape[0] * q.shape[1], tiles)
@@ -146,14 +146,14 @@ def attend_backward(
     unit: Unit,
 ) -> list[Tensor]:
     """Gradients of query, key, value and query_scale."""
-    shape, count = Shape.of(query, value), _count(key, mask)
+    shape = Shape.of(query, value)
     q, k, v, g = as_rows(query), as_rows(key), as_rows(value), as_rows(grad.to(query.dtype))
     sums, totals, key_mean, value_mean = summary
     grad_query = q.new_empty(q.shape)
     by_row = [q.new_empty(q.shape[:-1], dtype=torch.float32) for _ in range(3)]
     tiles, single = shape.tiles(plan), _is_single(plan)
     splits, tiles_each = _row_tiles(q, tiles), 1
-    if single:  # only then is there something that tiles share
+    if single:
         splits, tiles_each = split(splits, q.shape[0] * q.shape[1], tiles)
     to_scale = q.new_empty(q.shape[0], q.shape[1], splits, dtype=torch.float32)
     if q.numel():
@@ -167,7 +167,7 @@ def attend_backward(
             SINGLE=single,
             **shape.constants(plan, tiles),
         )
-    to_summary = _summary_backward(q, g, by_row, count, totals, shape, plan, query_scale, key_scale, unit)
+    to_summary = _summary_backward(q, g, k, mask, by_row, totals, shape, plan, query_scale, key_scale, unit)
     grad_key, grad_value = k.new_empty(k.shape), v.new_empty(v.shape)
     if k.numel():
         splits, tiles_each = _row_tiles(k, tiles), 1
@@ -192,7 +192,6 @@ def _summary(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    count: Tensor,
     shape: Shape,
     plan: Plan,
     key_scale: float,
@@ -204,8 +203,9 @@ def _summary(
     summary = _empty_summary(heads, shape, plan, key)
     rows = min(SUM_ROWS, triton.next_power_of_2(max(16, plan.num_features)))
     bidirectional.finish[(heads, max(1, triton.cdiv(plan.num_features, rows)))](
-        *(*parts, count, *summary, parts[0].shape[0] // heads, plan.num_features),
+        *(*parts, _count(key, mask), *summary, key.shape[-2], parts[0].shape[0] // heads, plan.num_features),
         HEADS=key.shape[1],
+        HAS_MASK=mask is not None,
         ROWS=rows,
         BLOCK_D=shape.block_d,
         BLOCK_V=shape.block_v,
@@ -216,8 +216,9 @@ def _summary(
 def _summary_backward(
     query: Tensor,
     grad: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
     by_row: list[Tensor],
-    count: Tensor,
     totals: Tensor,
     shape: Shape,
     plan: Plan,
@@ -231,8 +232,10 @@ def _summary_backward(
     to_summary = _empty_summary(heads, shape, plan, query)
     rows = min(SUM_ROWS, triton.next_power_of_2(max(16, plan.num_features)))
     bidirectional.finish_backward[(heads, shape.block_v // 16)](
-        *(*parts, count, totals, *to_summary, parts[0].shape[0] // heads, plan.num_features),
+        *(*parts, _count(key, mask), totals, *to_summary),
+        *(key.shape[-2], parts[0].shape[0] // heads, plan.num_features),
         HEADS=shape.heads,
+        HAS_MASK=mask is not None,
         ROWS=rows,
         COLUMNS=16,
         BLOCK_D=shape.block_d,
@@ -310,10 +313,8 @@ def per_map(coefficients: Tensor, plan: Plan) -> Tensor:
 
 
 def _count(key: Tensor, mask: Tensor | None) -> Tensor:
-    """How many keys take part, for each sequence of the batch."""
-    if mask is None:
-        return key.new_full((key.shape[0],), key.shape[-2], dtype=torch.float32)
-    return mask.sum((1, 2, 3, 4), dtype=torch.float32)
+    """How many keys of each sequence take part; without a mask some tensor that no kernel reads."""
+    return key if mask is None else mask.sum((1, 2, 3, 4), dtype=torch.int32)
 
 
 def as_rows(x: Tensor) -> Tensor:
