@@ -75,11 +75,7 @@ def attend(
 
     With `unit_rows`, queries and keys are normalised first, inside the kernels where they can do it.
     """
-    obstacle = _obstacle(query, value, feature_map)
-    if implementation == "auto" and is_causal:
-        # In 16 bits not all of their gradients pass their tests on a GPU yet.
-        obstacle = "causal kernels run when asked for by name"
-    chosen = choose(implementation, obstacle, query)
+    chosen = choose(implementation, _obstacle(query, value, feature_map), query)
     if chosen == "triton" and not is_causal:
         return _attend_fused(query, key, value, mask, feature_map, query_scale, unit_rows)
     if unit_rows is not None:
