@@ -1,8 +1,9 @@
 """RMFA on a GPU beside SDPA and the memory floor, in one run on the same tensors.
 
 bfloat16. Every cell is timed by replaying a CUDA graph, and once more as a plain call, which pays for Python
-and launches. The floor is the time to read query, key and value once and to write the output once, at the
-speed at which this GPU copies memory. Writes benchmarks/results/<gpu>.json.
+and launches. The floor is the time to read query, key and value once and to write the output once (a
+decoding step: to read and write the state once), at the speed at which this GPU copies memory. Writes
+benchmarks/results/<gpu>.json.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,17 +19,20 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from schoenbat import MaclaurinFeatures, rmfa
+from schoenbat import MaclaurinFeatures, RMFAState, kernelized_attention, rmfa, rmfa_step
 from schoenbat.experiments.measurement import Timing, peak_memory, time_call
 from schoenbat.report.results import device_name, write_results
 
 DEVICE = torch.device("cuda")
 FORWARD, BACKWARD = "forward", "forward+backward"
+CAUSAL_FORWARD, CAUSAL_BACKWARD = "causal forward", "causal forward+backward"
+DECODE = "decode"
+PASSES = (FORWARD, BACKWARD, CAUSAL_FORWARD, CAUSAL_BACKWARD)
 # Beyond this length SDPA is measured forward and by cuDNN alone: more would take minutes.
 LONGEST_SDPA = 2**16
 HEADS = 8
 
-Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+Attention = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
@@ -37,8 +41,8 @@ class Shape:
 
     sequences: int
     length: int
-    head_dim: int
-    num_features: int
+    head_dim: int = 64
+    num_features: int = 128
     construction: str = "exact-low"
     scale: float | None = None
 
@@ -47,17 +51,24 @@ class Shape:
             f"{self.sequences} × {self.length:,}, {self.head_dim}, {self.num_features}, {self.construction}"
         )
 
+    def features(self) -> MaclaurinFeatures:
+        options = {"construction": self.construction, "scale": self.scale, "seed": 0, "device": DEVICE}
+        return MaclaurinFeatures(self.head_dim, self.num_features, **options)
+
 
 SHAPES = (
-    Shape(128, 512, 64, 128),
-    Shape(128, 1024, 64, 128),
-    Shape(128, 4096, 64, 128),
-    Shape(32, 16_384, 64, 128),
-    Shape(8, 262_144, 64, 128),
-    Shape(32, 4096, 32, 128),
-    Shape(32, 16_384, 128, 256),
-    Shape(32, 16_384, 64, 128, "unbiased", 4.0),
+    Shape(128, 512),
+    Shape(128, 1024),
+    Shape(128, 4096),
+    Shape(32, 16_384),
+    Shape(8, 262_144),
+    Shape(32, 4096, head_dim=32),
+    Shape(32, 16_384, head_dim=128, num_features=256),
+    Shape(32, 16_384, construction="unbiased", scale=4.0),
 )
+# One batch of ever longer sequences: what the plot of time against length shows.
+LENGTHS = tuple(Shape(16, 2**exponent) for exponent in range(8, 18))
+DECODING = Shape(64 * HEADS, 1)
 
 
 @dataclass(frozen=True)
@@ -75,44 +86,71 @@ class Row:
     memory: int | None
 
 
+@dataclass(frozen=True)
+class Cell:
+    shape: Shape
+    method: str
+    attention: Attention
+    direction: str
+
+    def call(self, inputs: list[Tensor]) -> Callable[[], object]:
+        attend = partial(self.attention, is_causal=self.direction.startswith("causal"))
+        return partial(_backward if self.direction.endswith("backward") else _forward, attend, inputs)
+
+
+def cells(shape: Shape) -> list[Cell]:
+    """What is measured on a shape."""
+    features = shape.features()
+    methods: dict[str, Attention] = {
+        name: partial(rmfa, features=features, implementation=name) for name in ("triton", "eager")
+    }
+    methods |= {name: partial(_sdpa, name) for name in ("cudnn", "flash")}
+    passes = (FORWARD, BACKWARD) if shape in LENGTHS else PASSES
+    measured = [Cell(shape, name, call, way) for name, call in methods.items() for way in passes]
+    if shape.head_dim == 64 and shape.construction == "exact-low" and shape in SHAPES:
+        exact = partial(kernelized_attention, kernel="inv")
+        measured.append(Cell(shape, "exact inv by FlexAttention", exact, FORWARD))
+    return [cell for cell in measured if not _takes_minutes(cell)]
+
+
+def _takes_minutes(cell: Cell) -> bool:
+    if cell.shape in LENGTHS and cell.method in ("eager", "flash"):
+        return True
+    if cell.shape.length <= LONGEST_SDPA or cell.method == "triton":
+        return False
+    return (cell.method, cell.direction) not in (("cudnn", FORWARD), ("eager", FORWARD), ("eager", BACKWARD))
+
+
 def rows(copy_speed: float) -> Iterator[Row]:
-    for shape in SHAPES:
+    for shape in (*SHAPES, *LENGTHS):
         inputs = _draw(shape)
         floor = 4 * inputs[0].nbytes / copy_speed
-        for (method, attention), direction in _cells(shape):
-            call = partial(_forward if direction == FORWARD else _backward, attention, inputs)
-            plain = time_call(call, DEVICE, seconds=0.2, max_repetitions=20)
-            timing = _time_graph(call)
-            quantiles = {name: asdict(timing)[name] for name in ("median", "low", "high")}
-            memory = peak_memory(call, DEVICE)
-            yield Row(
-                str(shape), method, direction, **quantiles, call=plain.median, floor=floor, memory=memory
-            )
+        for cell in cells(shape):
+            yield measure(str(shape), cell.method, cell.direction, cell.call(inputs), floor)
+    yield from decoding_rows(copy_speed)
 
 
-def _cells(shape: Shape) -> list[tuple[tuple[str, Attention], str]]:
-    """What is measured on a shape; SDPA is left out where it takes a minute, its backward pass earlier."""
-    cells = [
-        ((name, attention), direction)
-        for name, attention in _ours(shape)
-        for direction in (FORWARD, BACKWARD)
-    ]
-    for name in ("cudnn", "flash"):
-        sdpa = (name, partial(_sdpa, getattr(SDPBackend, f"{name.upper()}_ATTENTION")))
-        cells += [(sdpa, FORWARD)] if name == "cudnn" or shape.length <= LONGEST_SDPA else []
-        cells += [(sdpa, BACKWARD)] if shape.length <= LONGEST_SDPA else []
-    return cells
+def decoding_rows(copy_speed: float) -> Iterator[Row]:
+    """One token for each of 64 sequences."""
+    features, inputs = DECODING.features(), [x.detach() for x in _draw(DECODING)]
+    state = RMFAState.zeros(features, inputs[0].shape[0], HEADS, DECODING.head_dim)
+    floor = 2 * sum(x.nbytes for x in vars(state).values()) / copy_speed
+    for name in ("triton", "eager"):
+        step = partial(rmfa_step, *inputs, features, state, implementation=name)
+        yield measure(str(DECODING), name, DECODE, torch.no_grad()(step), floor)
 
 
-def _ours(shape: Shape) -> list[tuple[str, Attention]]:
-    options = {"construction": shape.construction, "scale": shape.scale, "seed": 0, "device": DEVICE}
-    features = MaclaurinFeatures(shape.head_dim, shape.num_features, **options)
-    return [(name, partial(rmfa, features=features, implementation=name)) for name in ("triton", "eager")]
+def measure(shape: str, method: str, direction: str, call: Callable[[], object], floor: float) -> Row:
+    plain = time_call(call, DEVICE, seconds=0.1, max_repetitions=20)
+    timing = _time_graph(call)
+    quantiles = {name: asdict(timing)[name] for name in ("median", "low", "high")}
+    memory = peak_memory(call, DEVICE)
+    return Row(shape, method, direction, **quantiles, call=plain.median, floor=floor, memory=memory)
 
 
-def _sdpa(backend: SDPBackend, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    with sdpa_kernel(backend):
-        return F.scaled_dot_product_attention(query, key, value)
+def _sdpa(backend: str, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Tensor:
+    with sdpa_kernel(getattr(SDPBackend, f"{backend.upper()}_ATTENTION")):
+        return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal)
 
 
 def _draw(shape: Shape) -> list[Tensor]:
@@ -142,7 +180,7 @@ def _time_graph(call: Callable[[], object]) -> Timing:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
-    return time_call(graph.replay, DEVICE, seconds=0.3, max_repetitions=50)
+    return time_call(graph.replay, DEVICE, seconds=0.2, max_repetitions=50)
 
 
 def _copy_speed() -> float:
@@ -154,25 +192,23 @@ def _copy_speed() -> float:
 
 def table(measured: list[Row]) -> Table:
     """Ours in milliseconds, as a multiple of the floor, and beside the others."""
-    shown = Table(
-        "B·H × n, d, D", "pass", "ms", "floors", "× cuDNN", "× flash", "× eager", title="RMFA, fused"
-    )
+    shown = Table("B·H × n, d, D", "pass", "ms", "floors", "× cuDNN", "× flash", "× eager")
     found = {(row.shape, row.method, row.direction): row for row in measured}
     for (shape, method, direction), row in found.items():
         if method != "triton":
             continue
         rivals = [found.get((shape, rival, direction)) for rival in ("cudnn", "flash", "eager")]
         ratios = ["" if rival is None else f"{rival.median / row.median:.1f}" for rival in rivals]
-        floors = f"{row.median / row.floor:.2f}" if direction == FORWARD else ""
+        floors = f"{row.median / row.floor:.2f}" if direction in (FORWARD, DECODE) else ""
         shown.add_row(shape, direction, f"{1000 * row.median:.3f}", floors, *ratios)
     return shown
 
 
 if __name__ == "__main__":
     speed = _copy_speed()
-    total = sum(len(_cells(shape)) for shape in SHAPES)
+    total = sum(len(cells(shape)) for shape in (*SHAPES, *LENGTHS)) + 2
     measured = list(track(rows(speed), "measuring", total=total, auto_refresh=False))
     name = device_name(DEVICE).lower().replace(" ", "-")
-    options = {"copy_bytes_per_second": speed, "shapes": [asdict(shape) for shape in SHAPES]}
+    options = {"copy_bytes_per_second": speed, "shapes": [asdict(shape) for shape in (*SHAPES, *LENGTHS)]}
     write_results(Path(__file__).parent / "results" / f"{name}.json", "gpu", options, measured, device=DEVICE)
     Console(width=120).print(table(measured))

@@ -1,6 +1,6 @@
 """One training step of the Long Range Arena model on this machine: ``python benchmarks/training.py``.
 
-On a GPU: milliseconds a step and peak memory with each attention, on sequences of full length, by the engine
+On a GPU: milliseconds a step with each attention, on sequences of full length, by the engine
 as `schoenbat lra train` runs it. On a CPU, where a step takes long: what the engine adds to the model's own
 time, on sequences of 512. Writes benchmarks/results/training-<device>.json.
 """
@@ -44,7 +44,6 @@ class StepRow:
     batch_size: int
     seconds: float
     model_seconds: float | None = None
-    peak_memory: int | None = None
 
 
 def random_task(name: str, length: int, count: int = 256) -> Task:
@@ -68,14 +67,7 @@ def gpu_rows() -> Iterator[StepRow]:
             with tempfile.TemporaryDirectory() as directory:
                 record = train(random_task(name, length), options, Path(directory))
             assert record is not None
-            yield StepRow(
-                name,
-                attention,
-                length,
-                options.protocol.batch_size,
-                record.step_seconds,
-                peak_memory=record.peak_memory,
-            )
+            yield StepRow(name, attention, length, options.protocol.batch_size, record.step_seconds)
             torch.cuda.empty_cache()
 
 
@@ -117,7 +109,7 @@ def seconds(call: Callable[[], None]) -> float:
 
 
 def table(rows: list[StepRow]) -> Table:
-    shown = Table("task", "attention", "n", "batch", "ms a step", "model's own ms", "MiB")
+    shown = Table("task", "attention", "n", "batch", "ms a step", "model's own ms")
     for row in rows:
         shown.add_row(
             row.task,
@@ -126,7 +118,6 @@ def table(rows: list[StepRow]) -> Table:
             str(row.batch_size),
             f"{row.seconds * 1e3:,.2f}",
             "" if row.model_seconds is None else f"{row.model_seconds * 1e3:,.2f}",
-            "" if row.peak_memory is None else f"{row.peak_memory / 2**20:,.0f}",
         )
     return shown
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from schoenbat.constructions import CONSTRUCTIONS, MAX_DEGREE, draw
 from schoenbat.kernels import DotProductKernel
 from schoenbat.kernels import kernel as get_kernel
-from schoenbat.ops.blocks import Blocks, FeatureMap, may_keep, monomials, weigh
+from schoenbat.ops.blocks import Blocks, FeatureMap, monomials, weigh
+from schoenbat.ops.keeping import may_keep, may_reuse, reuse
 from schoenbat.options import MOST, check_count, check_dtype, check_seed
 from schoenbat.precision import refuse_half
 
@@ -203,16 +204,18 @@ class MaclaurinFeatures(nn.Module):
         """The map in the form in which attention executes it, in the given dtype.
 
         One that is not trained is made once and kept until its buffers change, in place or by assignment;
-        what is written through ``.data`` is not noticed.
+        what is written through ``.data`` is not noticed. A CUDA graph keeps the map it was captured with.
         """
         buffers = [getattr(self, name) for name in (*_MAPS, "feature_weights")]
-        if self.trainable or not may_keep(*buffers):
+        if self.trainable or not may_reuse(*buffers):
             return self._make_map(dtype)
         made_from = [(buffer, buffer._version) for buffer in buffers]
         if dtype in self._made:
             known, feature_map = self._made[dtype]
             if all(a is b and i == j for (a, i), (b, j) in zip(known, made_from, strict=True)):
-                return feature_map
+                return reuse(feature_map, *buffers)
+        if not may_keep(*buffers):
+            return self._make_map(dtype)
         with torch.inference_mode(False):  # what is kept may be needed for training later
             feature_map = self._make_map(dtype)
         self._made[dtype] = made_from, feature_map

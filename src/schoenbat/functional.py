@@ -13,6 +13,7 @@ from schoenbat.kernels import kernel as get_kernel
 from schoenbat.ops import dispatch, exact
 from schoenbat.ops.blocks import FeatureMap
 from schoenbat.ops.eager_causal import Sums
+from schoenbat.ops.unit_rows import UnitRows
 from schoenbat.options import check_count, check_dtype
 from schoenbat.packed import attend_jagged, refuse_mask_beside_jagged
 
@@ -113,7 +114,7 @@ def rmfa(
     if isinstance(query, Tensor) and query.is_nested:
         refuse_mask_beside_jagged(key_mask)
 
-        def attend(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor) -> Tensor:
+        def attend_one(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor) -> Tensor:
             return rmfa(
                 query,
                 key,
@@ -126,13 +127,45 @@ def rmfa(
                 implementation=implementation,
             )
 
-        return attend_jagged(attend, query, key, value)
+        return attend_jagged(attend_one, query, key, value)
+    return attend(
+        query,
+        key,
+        value,
+        features,
+        key_mask=key_mask,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+        implementation=implementation,
+    )
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    features: MaclaurinFeatures,
+    *,
+    key_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | Tensor | None = None,
+    enable_gqa: bool = False,
+    implementation: str = "auto",
+    unit_rows: UnitRows | None = None,
+) -> Tensor:
+    """`rmfa`, with queries and keys normalised by `unit_rows` on the way."""
     inputs = arrange(query, key, value, key_mask, enable_gqa)
     with torch.autocast(query.device.type, enabled=False):
         feature_map = map_for(features, inputs.key)
         query_scale = arrange_scale(features.scale if scale is None else scale, inputs.query, features.scale)
         out = dispatch.attend(
-            *inputs[:4], feature_map, query_scale, is_causal=is_causal, implementation=implementation
+            *inputs[:4],
+            feature_map,
+            query_scale,
+            is_causal=is_causal,
+            implementation=implementation,
+            unit_rows=unit_rows,
         )
     return inputs.restore(out)
 

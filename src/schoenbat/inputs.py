@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from schoenbat.ops.blocks import is_concrete
+from schoenbat.ops.keeping import is_concrete
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

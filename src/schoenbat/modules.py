@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from schoenbat import calibration, parallel
 from schoenbat.calibration import mean_row
 from schoenbat.features import MaclaurinFeatures
-from schoenbat.functional import RMFAState, rmfa, rmfa_step
+from schoenbat.functional import RMFAState, attend, rmfa, rmfa_step
 from schoenbat.inputs import check_tensors
 from schoenbat.kernels import DotProductKernel
 from schoenbat.kernels import kernel as get_kernel
 from schoenbat.normalization import NORMALIZATIONS, PostSBN, PreSBN
+from schoenbat.ops.unit_rows import UnitRows
 from schoenbat.options import check_count
 from schoenbat.packed import attend_packed, from_jagged, refuse_mask_beside_jagged, to_jagged
 from schoenbat.windowed import RMFAWindowState, check_window, rmfa_window, rmfa_window_step
@@ -243,9 +244,22 @@ class SchoenbAt(nn.Module):
         self._check(query, key, value)
         self._refuse_leak(is_causal)
         self._check_group(None if self.query_norm is None else self.query_norm.mode)
-        query, key = self._normalize(query, key, query_mask, key_mask)
-        out = self.attend(query, key, value, key_mask=key_mask, is_causal=is_causal, enable_gqa=enable_gqa)
+        options: dict[str, Any] = {"key_mask": key_mask, "is_causal": is_causal, "enable_gqa": enable_gqa}
+        if (rows := self._unit_rows) is not None:
+            out = attend(query, key, value, self.features, scale=self.scale, unit_rows=rows, **options)
+        else:
+            query, key = self._normalize(query, key, query_mask, key_mask)
+            out = self.attend(query, key, value, **options)
         return out if self.post is None else self.post(out)
+
+    @property
+    def _unit_rows(self) -> UnitRows | None:
+        """All that happens before features, if it happens to each row for itself: kernels do it, too."""
+        if self.query_norm is None or self.query_norm.mode == "batch" or self.process_group is not None:
+            return None
+        if self.window is not None or self.center_keys or self.key_center is not None or self._far_maps:
+            return None
+        return self.query_norm.unit_rows
 
     def _forward_jagged(
         self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, enable_gqa: bool

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from schoenbat.collectives import WithProcessGroup, check_group, sum_over_ranks
 from schoenbat.inputs import arrange_mask, check_tensors
-from schoenbat.ops.blocks import is_concrete
+from schoenbat.ops.unit_rows import UnitRows
 from schoenbat.options import check_count, check_dtype, check_number
 from schoenbat.precision import refuse_half
 
@@ -87,15 +87,15 @@ class PreSBN(WithProcessGroup):
         """Normalise the rows of x; with `track`, the running averages of ``"batch"`` follow in training."""
         check_tensors(x=x)
         with torch.autocast(x.device.type, enabled=False):
-            rows = x.to(torch.promote_types(x.dtype, torch.float32))
-            if self.mode == "token":
-                rows = rows - rows.mean(-1, keepdim=True)
-            elif self.mode == "batch":
-                rows = self._standardize(rows, mask, track)
-            square = rows.square().sum(-1, keepdim=True)
-            if is_concrete(square) and square.device.type == "cpu" and square.isinf().any():
-                rows, square = _without_overflow(rows, square)
-            return (rows * square.clamp(min=x.shape[-1] * self.eps).rsqrt()).to(x.dtype)
+            if self.mode != "batch":
+                return self.unit_rows(x)
+            rows = self._standardize(x.to(torch.promote_types(x.dtype, torch.float32)), mask, track)
+            return self.unit_rows(rows).to(x.dtype)
+
+    @property
+    def unit_rows(self) -> UnitRows:
+        """What is done to each row for itself; but for ``"batch"`` it is all that is done."""
+        return UnitRows(self.mode == "token", self.eps)
 
     def _standardize(self, rows: Tensor, mask: Tensor | None, track: bool) -> Tensor:
         if rows.dim() != 4 or rows.shape[1] != self.running_mean.shape[0]:
@@ -178,16 +178,6 @@ def synchronize_statistics(model: nn.Module, process_group: "ProcessGroup") -> n
         if isinstance(module, PreSBN) and module.mode == "batch":
             module.process_group = process_group
     return model
-
-
-def _without_overflow(rows: Tensor, square: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows whose squares do not fit, shortened before they are squared: a unit row does not show it.
-
-    Where looking would synchronise (on a GPU) such rows, longer than 1e19 in float32, become zeros instead.
-    """
-    shorter = rows / rows.detach().abs().amax(-1, keepdim=True).clamp(min=1)
-    rows = torch.where(square.isinf(), shorter, rows)
-    return rows, rows.square().sum(-1, keepdim=True)
 
 
 class PostSBN(nn.Module):

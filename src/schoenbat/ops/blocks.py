@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 Monomials = tuple[Tensor, ...]
 
@@ -67,23 +66,6 @@ class FeatureMap(NamedTuple):
     @property
     def key_scale(self) -> float:
         return math.sqrt(self.scale)
-
-
-def is_concrete(*tensors: Tensor) -> bool:
-    """Whether tensors hold values now: none that a compiler traces, or a transform or a mode wraps."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return False
-    return not _len_torch_dispatch_stack() and all(type(t) is Tensor for t in tensors)
-
-
-def may_keep(*tensors: Tensor) -> bool:
-    """Whether what is made from these tensors now may be used again in a later call.
-
-    Not what is not concrete (fake tensors), what a CUDA graph will fill at its replay, or autograd records.
-    """
-    if not is_concrete(*tensors) or any(t.requires_grad or t.is_inference() for t in tensors):
-        return False
-    return not (tensors[0].is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def level_sizes(degrees: Sequence[int]) -> list[int]:

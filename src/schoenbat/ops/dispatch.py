@@ -16,6 +16,7 @@ from schoenbat.ops import eager, eager_causal, library, reference
 from schoenbat.ops.blocks import FeatureMap
 from schoenbat.ops.eager import Summary
 from schoenbat.ops.eager_causal import Inputs, Sums
+from schoenbat.ops.unit_rows import UnitRows
 
 Implementation = Literal["auto", "reference", "eager", "triton"]
 
@@ -68,15 +69,19 @@ def attend(
     *,
     is_causal: bool,
     implementation: str,
+    unit_rows: UnitRows | None = None,
 ) -> Tensor:
-    """Attention over the whole sequence; causal with n_q ≠ n_k aligns the last query with the last key."""
-    obstacle = _obstacle(query, value, feature_map)
-    if implementation == "auto" and is_causal:
-        # In 16 bits not all of their gradients pass their tests on a GPU yet.
-        obstacle = "causal kernels run when asked for by name"
-    chosen = choose(implementation, obstacle, query)
+    """Attention over the whole sequence; causal with n_q ≠ n_k aligns the last query with the last key.
+
+    With `unit_rows`, queries and keys are normalised first, inside the kernels where they can do it.
+    """
+    chosen = choose(implementation, _obstacle(query, value, feature_map), query)
+    if chosen == "triton" and not is_causal:
+        return _attend_fused(query, key, value, mask, feature_map, query_scale, unit_rows)
+    if unit_rows is not None:
+        query, key = unit_rows(query), unit_rows(key)
     if chosen == "triton":
-        return _attend_fused(query, key, value, mask, feature_map, query_scale, is_causal)
+        return _attend_causal_fused(query, key, value, mask, feature_map, query_scale)
     if chosen == "reference":
         visible = _visible(query, key, mask, is_causal)
         q, k, v = (x.to(feature_map.weight.dtype) for x in (query, key, value))
@@ -147,16 +152,40 @@ def _attend_fused(
     mask: Tensor | None,
     feature_map: FeatureMap,
     query_scale: Tensor,
-    is_causal: bool,
+    unit_rows: UnitRows | None,
 ) -> Tensor:
-    from schoenbat.ops.triton import launch, plan
     from schoenbat.ops.triton import library as fused
 
-    blocks, weight, coefficients = feature_map[:3]
-    planned = plan.plan_for(blocks, weight, query.dtype, launch.padded(query.shape[-1]))
-    small = coefficients, query_scale, planned.flags, feature_map.key_scale
-    run = fused.attend_causal if is_causal else fused.attend
-    return run(query, key, value, mask, planned.tensors, *small)[0]
+    unit, eps = (0, 0.0) if unit_rows is None else (unit_rows.code, unit_rows.eps)
+    plan, flags = _plan(query, feature_map, query.dtype, wide=True)
+    small = plan, feature_map.coefficients, query_scale, flags, feature_map.key_scale, unit, eps
+    return fused.attend(query, key, value, mask, *small)[0]
+
+
+def _attend_causal_fused(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    feature_map: FeatureMap,
+    query_scale: Tensor,
+) -> Tensor:
+    from schoenbat.ops.triton import library as fused
+
+    plan, flags = _plan(query, feature_map, query.dtype)
+    small = plan, feature_map.coefficients, query_scale, flags, feature_map.key_scale
+    return fused.attend_causal(query, key, value, mask, *small)[0]
+
+
+def _plan(
+    query: Tensor, feature_map: FeatureMap, dtype: torch.dtype, *, wide: bool = False
+) -> tuple[list[Tensor], list[int]]:
+    """The map as the kernels take it."""
+    from schoenbat.ops.triton import launch, plan
+
+    block_d = launch.padded(query.shape[-1])
+    planned = plan.plan_for(feature_map.blocks, feature_map.weight, dtype, block_d, wide)
+    return planned.tensors, planned.flags
 
 
 def _step_obstacle(query: Tensor, key: Tensor, value: Tensor, sums: Sums, query_scale: Tensor) -> str | None:
@@ -180,13 +209,11 @@ def _step_fused(
     feature_map: FeatureMap,
     query_scale: Tensor,
 ) -> tuple[Tensor, Sums]:
-    from schoenbat.ops.triton import launch, plan
     from schoenbat.ops.triton import library as fused
 
-    blocks, weight, coefficients = feature_map[:3]
-    planned = plan.plan_for(blocks, weight, torch.float32, launch.padded(query.shape[-1]))
-    small = coefficients, query_scale, planned.flags, feature_map.key_scale
-    out, *after = fused.step(query, key, value, mask, count, list(sums), planned.tensors, *small)
+    plan, flags = _plan(query, feature_map, torch.float32)
+    small = plan, feature_map.coefficients, query_scale, flags, feature_map.key_scale
+    out, *after = fused.step(query, key, value, mask, count, list(sums), *small)
     return out, Sums(*after)
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from schoenbat.kernels import DotProductKernel
-from schoenbat.ops.blocks import is_concrete
 from schoenbat.ops.flex import compiled_flex
+from schoenbat.ops.keeping import is_concrete
 
 
 def attend(

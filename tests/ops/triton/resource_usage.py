@@ -55,7 +55,7 @@ def signature(kernel, constants, dtype):
                 "*i32" if name in TABLES else "*u8" if name == "p_mask" else f"*{dtype if rows else 'fp32'}"
             )
         else:
-            types[name] = "fp32" if name == "KEY_SCALE" else "i32"
+            types[name] = "fp32" if name in {"KEY_SCALE", "EPS"} else "i32"
         if name.startswith(("p_", "stride")):
             multiples[(index,)] = [["tt.divisibility", 16]]
     return types, multiples
@@ -87,6 +87,8 @@ def constants_for(width, quadratic, tiles, parts):
         "PRECISION": "ieee",
         "IDENTITY": int(quadratic),
         "QUADRATIC": quadratic,
+        "UNIT": 2,
+        "SINGLE": quadratic and width == 64,
         "PARTS": parts,
         "CHUNK": 1,
         "DIM": width,

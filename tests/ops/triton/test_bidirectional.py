@@ -12,6 +12,7 @@ from ops.triton.specification import (
 from oracle import gradients, make_map, rows
 
 from schoenbat import rmfa
+from schoenbat.ops.unit_rows import UnitRows
 
 pytest.importorskip("triton")
 
@@ -107,6 +108,21 @@ def test_masks_groups_and_maps_per_head(construction):
     mask[1] = False
     scale = torch.linspace(0.5, 3.0, 4)
     assert_close_to_specification(features, [query, key, value], scale, key_mask=mask, enable_gqa=True)
+
+
+@pytest.mark.parametrize("construction", ["exact-low", "unbiased"])
+@pytest.mark.parametrize(("centred", "head_dim"), [(True, 16), (True, 20), (False, 20)])
+def test_rows_are_normalised_on_the_way(construction, centred, head_dim):
+    """Long rows, rows shorter than the least norm, constant rows and rows of zeros."""
+    features = make_map(construction, head_dim, 40, dtype=torch.float32, device=DEVICE)
+    tensors = [3 * rows(2, 2, 40, head_dim, seed=i, dtype=torch.float32) + 0.5 for i in range(3)]
+    for x in tensors[:2]:
+        x[..., 3, :], x[..., 5, :] = 0.0, 2.0
+        x[..., 7, :] *= 1e-9
+    mask = (torch.arange(40) < torch.tensor([[40], [17]])).to(DEVICE)
+    assert_close_to_specification(
+        features, tensors, torch.tensor([0.7, 1.3]), key_mask=mask, unit_rows=UnitRows(centred, 1e-13)
+    )
 
 
 def test_what_is_masked_may_be_nan():
@@ -226,7 +242,7 @@ def test_operator_is_well_formed():
     plan = make_plan(feature_map.blocks, feature_map.weight, torch.float32, 16)
     x = [rows(1, 1, 1, 5, 16, seed=i, dtype=torch.float32).to(DEVICE).requires_grad_() for i in range(3)]
     scale = torch.ones(1, 1, 1, 1, device=DEVICE, requires_grad=True)
-    arguments = (*x, None, plan.tensors, feature_map.coefficients, scale, plan.flags, 1.2)
+    arguments = (*x, None, plan.tensors, feature_map.coefficients, scale, plan.flags, 1.2, 2, 1e-13)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(library.attend, arguments, test_utils=checks)
 

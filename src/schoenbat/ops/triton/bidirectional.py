@@ -5,7 +5,8 @@ output gradients in the backward pass; `finish` and `finish_backward` add up the
 its output, `read_backward` its gradient and what `summarize` needs from it, `key_backward` the gradients of keys
 and values.
 
-A program works on some row tiles of one head. d and d_v are padded to powers of two; what is padded in the sums
+A program works on some row tiles of one head. A map that is SINGLE has identity features and one group of pairs: it
+and a head's sums are loaded once for all tiles. d and d_v are padded to powers of two; what is padded in the sums
 is zero. The sums of a head are rows: first those of the identity features (BLOCK_D of them, if there are any),
 then group after group. Names are those of `features`; m_ are masks.
 """
@@ -13,8 +14,23 @@ then group after group. Names are those of `features`; m_ are masks.
 import triton
 import triton.language as tl
 
-from schoenbat.ops.triton.features import evaluate, evaluate_backward
-from schoenbat.ops.triton.rows import LOWEST_EXPONENT, NARROW, load_tile, store_tile, visible
+from schoenbat.ops.triton.features import (
+    directions,
+    evaluate,
+    evaluate_backward,
+    monomials,
+    monomials_backward,
+    pairs_backward,
+)
+from schoenbat.ops.triton.rows import (
+    LOWEST_EXPONENT,
+    NARROW,
+    load_tile,
+    load_unit_tile,
+    store_tile,
+    unit_backward,
+    visible,
+)
 
 # What depends on the length of a sequence: no kernel is compiled again for another length.
 LENGTHS = ("N", "TILES", "SPLITS", "NUM_PARTS")
@@ -32,11 +48,11 @@ def _group_sums(p_sums, p_totals, o_first, ROWS: tl.constexpr, BLOCK_V: tl.const
 def summarize(
     p_x, p_rows, p_mask, p_scale, p_row_scale, p_row_weight, p_mean_weight,
     p_sums, p_totals, p_x_sum, p_row_sum,
-    stride_xb, stride_xh, stride_xn, stride_rb, stride_rh, stride_rn, N, TILES, SPLITS, KEY_SCALE,
+    stride_xb, stride_xh, stride_xn, stride_rb, stride_rh, stride_rn, N, TILES, SPLITS, KEY_SCALE, EPS,
     p_tiles, p_root, p_linear, p_degrees, p_first, NUM_TILES, num_groups,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, MAPS: tl.constexpr, HAS_MASK: tl.constexpr,
     IS_QUERY: tl.constexpr, IDENTITY: tl.constexpr, PARTS: tl.constexpr, QUADRATIC: tl.constexpr,
-    DIM: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK: tl.constexpr,
+    UNIT: tl.constexpr, DIM: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK: tl.constexpr,
     GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Partial sums of TILES tiles: Σφ(x) rowᵀ, Σφ(x) w, Σx u, Σrow; w and u are 1 for keys.
@@ -65,10 +81,14 @@ def summarize(
     b_identity = tl.zeros([BLOCK_D, BLOCK_V], tl.float32)
     b_x_totals = tl.zeros([BLOCK_D, NARROW], tl.float32)
     b_row_totals = tl.zeros([BLOCK_V, NARROW], tl.float32)
+    if QUADRATIC:
+        b_left = directions(p_tiles, 2 * i_part, BLOCK_D, GROUP)
+        b_right = directions(p_tiles, 2 * i_part + 1, BLOCK_D, GROUP)
+        b_weight = tl.load(p_root + i_part * GROUP + o_g) * (scale * scale)
     for i_tile in range(i_split * TILES, tl.minimum((i_split + 1) * TILES, tl.cdiv(N, BLOCK))):
         start = i_tile * BLOCK
         m_n = visible(p_mask, start, N, BLOCK, HAS_MASK)
-        b_x = load_tile(p_x, start, stride_xn, m_n, DIM, BLOCK, BLOCK_D)
+        b_x, _ = load_unit_tile(p_x, start, stride_xn, m_n, EPS, UNIT, DIM, BLOCK, BLOCK_D)
         b_rows = load_tile(p_rows, start, stride_rn, m_n, DV, BLOCK, BLOCK_V)
         dtype = b_x.dtype
         b_narrow = tl.full([BLOCK, NARROW], 1.0, tl.float32)
@@ -88,9 +108,13 @@ def summarize(
             if PARTS == 1 or i_part == 0:
                 b_identity += tl.dot(tl.trans(b_x), b_rows, input_precision=PRECISION)
         if num_groups > 0:
-            b_phi = evaluate(
-                b_x, scale, i_part, p_tiles, p_root, p_degrees, p_first, QUADRATIC, BLOCK, BLOCK_D, GROUP, PRECISION
-            )  # fmt: skip
+            if QUADRATIC:
+                b_phi = tl.dot(b_x, b_left, input_precision=PRECISION)
+                b_phi = b_phi * tl.dot(b_x, b_right, input_precision=PRECISION) * b_weight[None, :]
+            else:
+                b_phi = evaluate(
+                    b_x, scale, i_part, p_tiles, p_root, p_degrees, p_first, QUADRATIC, BLOCK, BLOCK_D, GROUP, PRECISION
+                )  # fmt: skip
             b_phi = tl.trans(b_phi.to(dtype))
             b_sums += tl.dot(b_phi, b_rows, input_precision=PRECISION)
             b_totals += tl.dot(b_phi, b_narrow, input_precision=PRECISION)
@@ -116,11 +140,20 @@ def _column(b, i_column: tl.constexpr, COLUMNS: tl.constexpr):
     return tl.sum(tl.where(tl.arange(0, COLUMNS)[None, :] == i_column, b, 0.0), axis=1)
 
 
+@triton.jit
+def _divisor(p_count, i_b, N, HAS_MASK: tl.constexpr):
+    """How many keys of a sequence take part, at least 1."""
+    count = N.to(tl.float32)
+    if HAS_MASK:
+        count = tl.load(p_count + i_b).to(tl.float32)
+    return tl.maximum(count, 1.0)
+
+
 @triton.jit(do_not_specialize=LENGTHS)
 def finish(
     p_partial_sums, p_partial_totals, p_partial_x, p_partial_rows, p_count, p_sums, p_totals, p_key_mean,
-    p_value_mean, SPLITS, num_features,
-    HEADS: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    p_value_mean, N, SPLITS, num_features,
+    HEADS: tl.constexpr, HAS_MASK: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Add up the parts of `summarize` for keys: means, and sums as if every value had been centred.
 
@@ -140,7 +173,7 @@ def finish(
         o_part = (i_part * num_features + o_f) * BLOCK_V
         b_sums += tl.load(p_partial_sums + o_part[:, None] + o_v[None, :], mask=m_f[:, None], other=0.0)
         b_totals += tl.load(p_partial_totals + i_part * num_features + o_f, mask=m_f, other=0.0)
-    divisor = tl.maximum(tl.load(p_count + i_bh // HEADS), 1.0)
+    divisor = _divisor(p_count, i_bh // HEADS, N, HAS_MASK)
     b_value = b_value / divisor
     b_totals = b_totals / divisor
     b_sums = b_sums / divisor - b_totals[:, None] * b_value[None, :]
@@ -157,8 +190,8 @@ def finish(
 @triton.jit(do_not_specialize=LENGTHS)
 def finish_backward(
     p_partial_sums, p_partial_totals, p_partial_x, p_partial_rows, p_count, p_totals, p_dsums, p_dtotals, p_dkey,
-    p_dvalue, NUM_PARTS, num_features,
-    HEADS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    p_dvalue, N, NUM_PARTS, num_features,
+    HEADS: tl.constexpr, HAS_MASK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Add up the parts of `summarize` for queries, over the query heads that share a key head, too.
 
@@ -166,7 +199,7 @@ def finish_backward(
     """
     i_bh = tl.program_id(0)
     o_d, o_v = tl.arange(0, BLOCK_D), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    divisor = tl.maximum(tl.load(p_count + i_bh // HEADS), 1.0)
+    divisor = _divisor(p_count, i_bh // HEADS, N, HAS_MASK)
     b_value = tl.zeros([COLUMNS], tl.float32)
     b_key = tl.zeros([BLOCK_D], tl.float32)
     for i in range(NUM_PARTS):
@@ -196,28 +229,70 @@ def finish_backward(
 
 
 @triton.jit
+def _whole_tiles(
+    p_sums, p_tiles, p_linear, dtype: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, GROUP: tl.constexpr
+):  # fmt: skip
+    """Sums and directions of a map that is SINGLE: loaded before the loop over tiles, they stay in shared memory."""
+    o_d, o_g, o_v = tl.arange(0, BLOCK_D), tl.arange(0, GROUP), tl.arange(0, BLOCK_V)
+    b_s1 = tl.load(p_sums + o_d[:, None] * BLOCK_V + o_v[None, :]) * tl.load(p_linear + o_d)[:, None]
+    b_s2 = tl.load(p_sums + (BLOCK_D + o_g)[:, None] * BLOCK_V + o_v[None, :])
+    b_left, b_right = directions(p_tiles, 0, BLOCK_D, GROUP), directions(p_tiles, 1, BLOCK_D, GROUP)
+    return b_s1.to(dtype), b_s2.to(dtype), b_left, b_right
+
+
+@triton.jit
+def _whole_vectors(p_totals, p_root, p_linear, BLOCK_D: tl.constexpr, GROUP: tl.constexpr):
+    """Its totals and the pairs' weights without scale; `read` keeps them in registers, gradients have none to spare."""
+    o_d, o_g = tl.arange(0, BLOCK_D), tl.arange(0, GROUP)
+    b_z1 = tl.load(p_totals + o_d) * tl.load(p_linear + o_d)
+    return b_z1, tl.load(p_totals + BLOCK_D + o_g), tl.load(p_root + o_g)
+
+
+@triton.jit
+def _read_whole(b_x, scale, b_s1, b_s2, b_left, b_right, b_z1, b_z2, b_root, PRECISION: tl.constexpr):
+    """What `_read_rows` gives."""
+    b_phi = tl.dot(b_x, b_left, input_precision=PRECISION) * tl.dot(b_x, b_right, input_precision=PRECISION)
+    b_phi = b_phi * (b_root * (scale * scale))[None, :]
+    b_total = tl.sum(b_x.to(tl.float32) * b_z1[None, :], axis=1) * scale + tl.sum(
+        b_phi * b_z2[None, :], axis=1
+    )
+    b_numerator = tl.dot(b_x, b_s1, input_precision=PRECISION) * scale
+    return b_numerator + tl.dot(b_phi.to(b_x.dtype), b_s2, input_precision=PRECISION), b_total
+
+
+@triton.jit
+def _whole_backward(
+    b_rows, b_dtotal, b_x, scale, b_s1, b_s2, b_left, b_right, p_totals, p_tiles, p_root, p_linear,
+    BLOCK_D: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What `_read_rows_backward` gives."""
+    b_z1, b_z2, b_root = _whole_vectors(p_totals, p_root, p_linear, BLOCK_D, GROUP)
+    b_dphi = tl.dot(b_rows, tl.trans(b_s2), input_precision=PRECISION) + b_dtotal[:, None] * b_z2[None, :]
+    if GROUP > BLOCK_D:
+        # The factors of a wide group do not fit the registers until now: from directions loaded again they are formed again.
+        b_left, b_right = directions(p_tiles, 0, BLOCK_D, GROUP), directions(p_tiles, 1, BLOCK_D, GROUP)
+    b_dx = pairs_backward(b_dphi * (b_root * scale)[None, :], b_x, b_left, b_right, PRECISION)
+    b_dx += tl.dot(b_rows, tl.trans(b_s1), input_precision=PRECISION)
+    return b_dx + b_dtotal[:, None] * b_z1[None, :]
+
+
+@triton.jit
 def _read_rows(
-    b_x, scale, constant, zeroth, slope, p_sums, p_totals, p_key_mean,
-    p_tiles, p_root, p_linear, p_degrees, p_first, num_groups,
+    b_x, scale, p_sums, p_totals, p_tiles, p_root, p_linear, p_degrees, p_first, num_groups,
     IDENTITY: tl.constexpr, QUADRATIC: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Numerator [BLOCK, BLOCK_V], total and floor of the denominator, and the floor's exponent, of query rows.
-
-    All but the exponent are divided by the count, as the sums are. Without keys the floor is above zero, too.
-    """
-    o_d = tl.arange(0, BLOCK_D)
+    """Numerator [BLOCK, BLOCK_V] and total of query rows, less the constant; divided by the count, as the sums are."""
     first: tl.constexpr = IDENTITY * BLOCK_D
     b_numerator = tl.zeros([BLOCK, BLOCK_V], tl.float32)
-    b_total = tl.zeros([BLOCK], tl.float32) + constant
-    b_x32 = b_x.to(tl.float32)
+    b_total = tl.zeros([BLOCK], tl.float32)
     if IDENTITY:
         # The scale last: the backward pass takes the same tile of sums again.
         b_s1, b_z1 = _group_sums(p_sums, p_totals, 0, BLOCK_D, BLOCK_V)
-        b_root = tl.load(p_linear + o_d)
+        b_root = tl.load(p_linear + tl.arange(0, BLOCK_D))
         b_s1 = (b_s1 * b_root[:, None]).to(b_x.dtype)
         b_numerator = tl.dot(b_x, b_s1, input_precision=PRECISION) * scale
-        b_total += tl.sum(b_x32 * (b_z1 * b_root)[None, :], axis=1) * scale
+        b_total += tl.sum(b_x.to(tl.float32) * (b_z1 * b_root)[None, :], axis=1) * scale
     for i_group in range(num_groups):
         b_phi = evaluate(
             b_x, scale, i_group, p_tiles, p_root, p_degrees, p_first, QUADRATIC, BLOCK, BLOCK_D, GROUP, PRECISION
@@ -225,18 +300,23 @@ def _read_rows(
         b_s, b_z = _group_sums(p_sums, p_totals, first + i_group * GROUP, GROUP, BLOCK_V)
         b_numerator += tl.dot(b_phi.to(b_x.dtype), b_s.to(b_x.dtype), input_precision=PRECISION)
         b_total += tl.sum(b_phi * b_z[None, :], axis=1)
-    b_exponent = slope * scale * tl.sum(b_x32 * tl.load(p_key_mean + o_d)[None, :], axis=1)
-    b_floor = zeroth * tl.exp(tl.minimum(tl.maximum(b_exponent, LOWEST_EXPONENT), 0.0))
-    return b_numerator, b_total, b_floor, b_exponent
+    return b_numerator, b_total
+
+
+@triton.jit
+def _floor(b_x, b_key_mean, scale, zeroth, slope):
+    """The floor of the denominator, divided by the count, and its exponent; above zero without keys, too."""
+    b_exponent = slope * scale * tl.sum(b_x.to(tl.float32) * b_key_mean[None, :], axis=1)
+    return zeroth * tl.exp(tl.minimum(tl.maximum(b_exponent, LOWEST_EXPONENT), 0.0)), b_exponent
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def read(
     p_query, p_out, p_scale, p_sums, p_totals, p_key_mean, p_value_mean, p_coefficients,
-    stride_qb, stride_qh, stride_qn, N, TILES, SPLITS,
+    stride_qb, stride_qh, stride_qn, N, TILES, SPLITS, EPS,
     p_tiles, p_root, p_linear, p_degrees, p_first, NUM_TILES, num_groups,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, MAPS: tl.constexpr, IDENTITY: tl.constexpr,
-    QUADRATIC: tl.constexpr, DIM: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    QUADRATIC: tl.constexpr, UNIT: tl.constexpr, SINGLE: tl.constexpr, DIM: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Some tiles of outputs: ``v̄ + numerator / max(total, floor)``."""
@@ -249,20 +329,34 @@ def read(
     p_out += tl.full([], i_bh, tl.int64) * N * DV
     p_sums += i_state * num_features * BLOCK_V
     p_totals += i_state * num_features
+    p_tiles += i_map * NUM_TILES * BLOCK_D * GROUP
+    p_root += i_map * num_groups * GROUP
+    p_linear += i_map * BLOCK_D
+    p_key_mean += i_state * BLOCK_D
+    dtype = p_query.dtype.element_ty
     scale = tl.load(p_scale + i_h)
     constant, zeroth = tl.load(p_coefficients + 3 * i_map), tl.load(p_coefficients + 3 * i_map + 1)
     slope = tl.load(p_coefficients + 3 * i_map + 2)
     b_value_mean = tl.load(p_value_mean + i_state * BLOCK_V + tl.arange(0, BLOCK_V))
+    if SINGLE:
+        b_s1, b_s2, b_left, b_right = _whole_tiles(p_sums, p_tiles, p_linear, dtype, BLOCK_D, BLOCK_V, GROUP)
+        b_z1, b_z2, b_root = _whole_vectors(p_totals, p_root, p_linear, BLOCK_D, GROUP)
+    b_key_mean = tl.load(p_key_mean + tl.arange(0, BLOCK_D))
     for i_tile in range(i_split * TILES, tl.minimum((i_split + 1) * TILES, tl.cdiv(N, BLOCK))):
         start = i_tile * BLOCK
         m_n = start + tl.arange(0, BLOCK) < N
-        b_x = load_tile(p_query, start, stride_qn, m_n, DIM, BLOCK, BLOCK_D)
-        b_numerator, b_total, b_floor, _ = _read_rows(
-            b_x, scale, constant, zeroth, slope, p_sums, p_totals, p_key_mean + i_state * BLOCK_D,
-            p_tiles + i_map * NUM_TILES * BLOCK_D * GROUP, p_root + i_map * num_groups * GROUP,
-            p_linear + i_map * BLOCK_D, p_degrees, p_first, num_groups, IDENTITY, QUADRATIC, BLOCK_D, BLOCK_V, BLOCK,
-            GROUP, PRECISION,
-        )  # fmt: skip
+        b_x, _ = load_unit_tile(p_query, start, stride_qn, m_n, EPS, UNIT, DIM, BLOCK, BLOCK_D)
+        if SINGLE:
+            b_numerator, b_total = _read_whole(
+                b_x, scale, b_s1, b_s2, b_left, b_right, b_z1, b_z2, b_root, PRECISION
+            )
+        else:
+            b_numerator, b_total = _read_rows(
+                b_x, scale, p_sums, p_totals, p_tiles, p_root, p_linear, p_degrees, p_first, num_groups, IDENTITY, QUADRATIC,
+                BLOCK_D, BLOCK_V, BLOCK, GROUP, PRECISION,
+            )  # fmt: skip
+        b_total += constant
+        b_floor, _ = _floor(b_x, b_key_mean, scale, zeroth, slope)
         b_floored = tl.where(b_total < b_floor, b_floor, b_total)
         b_out = b_value_mean[None, :] + b_numerator / b_floored[:, None]
         store_tile(p_out, start, b_out, m_n, DV, BLOCK, BLOCK_V)
@@ -272,19 +366,19 @@ def read(
 def read_backward(
     p_query, p_grad, p_dquery, p_inverse, p_dtotal, p_dmean, p_dscale,
     p_scale, p_sums, p_totals, p_key_mean, p_coefficients,
-    stride_qb, stride_qh, stride_qn, stride_gb, stride_gh, stride_gn, N, SPLITS,
+    stride_qb, stride_qh, stride_qn, stride_gb, stride_gh, stride_gn, N, TILES, SPLITS, EPS,
     p_tiles, p_root, p_linear, p_degrees, p_first, NUM_TILES, num_groups,
-    HEADS: tl.constexpr, GROUPS: tl.constexpr, MAPS: tl.constexpr, IDENTITY: tl.constexpr,
-    QUADRATIC: tl.constexpr, DIM: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    BLOCK: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, MAPS: tl.constexpr, IDENTITY: tl.constexpr, QUADRATIC: tl.constexpr,
+    UNIT: tl.constexpr, SINGLE: tl.constexpr, DIM: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile of query gradients; also 1/f and the gradients of denominator and mean logit by row, that of the scale."""
-    i_tile, i_bh = tl.program_id(0) % SPLITS, tl.program_id(0) // SPLITS
+    """Some tiles of query gradients; also 1/f and the gradients of denominator and mean logit by row, that of the scale."""
+    i_split, i_bh = tl.program_id(0) % SPLITS, tl.program_id(0) // SPLITS
     i_b, i_h = i_bh // HEADS, i_bh % HEADS
     i_map = 0 if MAPS == 1 else i_h // GROUPS
     i_state = (i_bh // GROUPS).to(tl.int64)
-    first: tl.constexpr = IDENTITY * BLOCK_D
-    num_features = first + num_groups * GROUP
+    i_out = tl.full([], i_bh, tl.int64) * N
+    num_features = IDENTITY * BLOCK_D + num_groups * GROUP
     p_query += i_b.to(tl.int64) * stride_qb + i_h.to(tl.int64) * stride_qh
     p_grad += i_b.to(tl.int64) * stride_gb + i_h.to(tl.int64) * stride_gh
     p_sums += i_state * num_features * BLOCK_V
@@ -292,31 +386,78 @@ def read_backward(
     p_tiles += i_map * NUM_TILES * BLOCK_D * GROUP
     p_root += i_map * num_groups * GROUP
     p_linear += i_map * BLOCK_D
-    p_key_mean += i_state * BLOCK_D
+    dtype = p_query.dtype.element_ty
     scale = tl.load(p_scale + i_h)
     constant, zeroth = tl.load(p_coefficients + 3 * i_map), tl.load(p_coefficients + 3 * i_map + 1)
     slope = tl.load(p_coefficients + 3 * i_map + 2)
-    start = i_tile * BLOCK
-    m_n = start + tl.arange(0, BLOCK) < N
-    b_x = load_tile(p_query, start, stride_qn, m_n, DIM, BLOCK, BLOCK_D)
-    b_numerator, b_total, b_floor, b_exponent = _read_rows(
-        b_x, scale, constant, zeroth, slope, p_sums, p_totals, p_key_mean, p_tiles, p_root, p_linear, p_degrees,
-        p_first, num_groups, IDENTITY, QUADRATIC, BLOCK_D, BLOCK_V, BLOCK, GROUP, PRECISION,
-    )  # fmt: skip
-    m_below = b_total < b_floor
-    b_inverse = 1.0 / tl.where(m_below, b_floor, b_total)
-    b_grad = load_tile(p_grad, start, stride_gn, m_n, DV, BLOCK, BLOCK_V).to(tl.float32) * b_inverse[:, None]
-    b_dfloored = -tl.sum(b_grad * b_numerator, axis=1) * b_inverse
-    b_dtotal = tl.where(m_below, 0.0, b_dfloored)
-    m_falling = m_below & (b_exponent < 0.0) & (b_exponent > LOWEST_EXPONENT)
-    b_dmean = tl.where(m_falling, b_dfloored * b_floor * slope, 0.0)
+    p_key_mean += i_state * BLOCK_D
+    if SINGLE:
+        b_s1, b_s2, b_left, b_right = _whole_tiles(p_sums, p_tiles, p_linear, dtype, BLOCK_D, BLOCK_V, GROUP)
+    b_dscale = tl.zeros([BLOCK], tl.float32)
+    first, last = i_split, i_split + 1
+    if SINGLE:  # only then is there something that tiles share
+        first, last = i_split * TILES, tl.minimum((i_split + 1) * TILES, tl.cdiv(N, BLOCK))
+    for i_tile in range(first, last):
+        start = i_tile * BLOCK
+        m_n = start + tl.arange(0, BLOCK) < N
+        b_x, b_factor = load_unit_tile(p_query, start, stride_qn, m_n, EPS, UNIT, DIM, BLOCK, BLOCK_D)
+        b_grad = load_tile(p_grad, start, stride_gn, m_n, DV, BLOCK, BLOCK_V).to(tl.float32)
+        if SINGLE:
+            b_z1, b_z2, b_root = _whole_vectors(p_totals, p_root, p_linear, BLOCK_D, GROUP)
+            b_numerator, b_total = _read_whole(
+                b_x, scale, b_s1, b_s2, b_left, b_right, b_z1, b_z2, b_root, PRECISION
+            )
+        else:
+            b_numerator, b_total = _read_rows(
+                b_x, scale, p_sums, p_totals, p_tiles, p_root, p_linear, p_degrees, p_first, num_groups, IDENTITY, QUADRATIC,
+                BLOCK_D, BLOCK_V, BLOCK, GROUP, PRECISION,
+            )  # fmt: skip
+        b_total += constant
+        b_key_mean = tl.load(p_key_mean + tl.arange(0, BLOCK_D))
+        b_floor, b_exponent = _floor(b_x, b_key_mean, scale, zeroth, slope)
+        m_below = b_total < b_floor
+        b_inverse = 1.0 / tl.where(m_below, b_floor, b_total)
+        b_grad = b_grad * b_inverse[:, None]
+        b_dfloored = -tl.sum(b_grad * b_numerator, axis=1) * b_inverse
+        b_dtotal = tl.where(m_below, 0.0, b_dfloored)
+        m_falling = m_below & (b_exponent < 0.0) & (b_exponent > LOWEST_EXPONENT)
+        b_dmean = tl.where(m_falling, b_dfloored * b_floor * slope, 0.0)
+        b_rows = b_grad.to(dtype)
+        o_row = i_out + start + tl.arange(0, BLOCK)
+        tl.store(p_inverse + o_row, b_inverse, mask=m_n)
+        tl.store(p_dtotal + o_row, b_dtotal, mask=m_n)
+        tl.store(p_dmean + o_row, b_dmean, mask=m_n)
 
-    b_rows = b_grad.to(b_x.dtype)
-    o_d = tl.arange(0, BLOCK_D)
-    b_dx = b_dmean[:, None] * tl.load(p_key_mean + o_d)[None, :]
+        b_dx = b_dmean[:, None] * b_key_mean[None, :]
+        if SINGLE:
+            b_dx += _whole_backward(
+                b_rows, b_dtotal, b_x, scale, b_s1, b_s2, b_left, b_right, p_totals, p_tiles, p_root, p_linear, BLOCK_D,
+                GROUP, PRECISION,
+            )  # fmt: skip
+        else:
+            b_dx += _read_rows_backward(
+                b_rows, b_dtotal, b_x, scale, p_sums, p_totals, p_tiles, p_root, p_linear, p_degrees, p_first, num_groups,
+                IDENTITY, QUADRATIC, BLOCK_D, BLOCK_V, BLOCK, GROUP, PRECISION,
+            )  # fmt: skip
+        # b_dx is the gradient of scale · query, on which alone everything depends.
+        b_dscale += tl.sum(b_dx * b_x.to(tl.float32), axis=1)
+        b_dx = unit_backward(b_dx * scale, b_x, b_factor, EPS, UNIT, DIM, BLOCK_D)
+        store_tile(p_dquery + i_out * DIM, start, b_dx, m_n, DIM, BLOCK, BLOCK_D)
+    tl.store(p_dscale + tl.program_id(0), tl.sum(b_dscale, axis=0))
+
+
+@triton.jit
+def _read_rows_backward(
+    b_rows, b_dtotal, b_x, scale, p_sums, p_totals, p_tiles, p_root, p_linear, p_degrees, p_first, num_groups,
+    IDENTITY: tl.constexpr, QUADRATIC: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The gradient of scaled rows from those of numerator (b_rows) and total."""
+    first: tl.constexpr = IDENTITY * BLOCK_D
+    b_dx = tl.zeros([BLOCK, BLOCK_D], tl.float32)
     if IDENTITY:
         b_s1, b_z1 = _group_sums(p_sums, p_totals, 0, BLOCK_D, BLOCK_V)
-        b_root = tl.load(p_linear + o_d)
+        b_root = tl.load(p_linear + tl.arange(0, BLOCK_D))
         b_s1 = (b_s1 * b_root[:, None]).to(b_x.dtype)
         b_dx += tl.dot(b_rows, tl.trans(b_s1), input_precision=PRECISION)
         b_dx += b_dtotal[:, None] * (b_z1 * b_root)[None, :]
@@ -327,71 +468,100 @@ def read_backward(
             b_dphi + b_dtotal[:, None] * b_z[None, :], b_x, scale, i_group, p_tiles, p_root, p_degrees, p_first,
             QUADRATIC, BLOCK, BLOCK_D, GROUP, PRECISION,
         )  # fmt: skip
-    o_row = tl.full([], i_bh, tl.int64) * N + start + tl.arange(0, BLOCK)
-    tl.store(p_inverse + o_row, b_inverse, mask=m_n)
-    tl.store(p_dtotal + o_row, b_dtotal, mask=m_n)
-    tl.store(p_dmean + o_row, b_dmean, mask=m_n)
-    # b_dx is the gradient of scale · query, on which alone everything depends.
-    b_along = tl.sum(b_dx * b_x.to(tl.float32), axis=1)
-    tl.store(p_dscale + tl.program_id(0), tl.sum(b_along, axis=0))
-    store_tile(
-        p_dquery + tl.full([], i_bh, tl.int64) * N * DIM, start, b_dx * scale, m_n, DIM, BLOCK, BLOCK_D
-    )
+    return b_dx
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def key_backward(
     p_key, p_value, p_mask, p_dkey, p_dvalue, p_dsums, p_dtotals, p_dkey_mean, p_value_mean, p_to_mean,
-    stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, N, SPLITS, KEY_SCALE,
+    stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, N, TILES, SPLITS, KEY_SCALE, EPS,
     p_tiles, p_root, p_linear, p_degrees, p_first, NUM_TILES, num_groups,
-    HEADS: tl.constexpr, MAPS: tl.constexpr, HAS_MASK: tl.constexpr, IDENTITY: tl.constexpr,
-    QUADRATIC: tl.constexpr, DIM: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    BLOCK: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
+    HEADS: tl.constexpr, MAPS: tl.constexpr, HAS_MASK: tl.constexpr, IDENTITY: tl.constexpr, QUADRATIC: tl.constexpr,
+    UNIT: tl.constexpr, SINGLE: tl.constexpr, DIM: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile of key and value gradients, from those of the sums; what all of them get is in `p_dkey_mean`, `p_to_mean`."""
-    i_tile, i_bh = tl.program_id(0) % SPLITS, tl.program_id(0) // SPLITS
+    """Some tiles of key and value gradients, from those of the sums; what all of them get is in `p_dkey_mean`, `p_to_mean`."""
+    i_split, i_bh = tl.program_id(0) % SPLITS, tl.program_id(0) // SPLITS
     i_b, i_h = i_bh // HEADS, i_bh % HEADS
     i_map = 0 if MAPS == 1 else i_h
     i_state = i_bh.to(tl.int64)
-    first: tl.constexpr = IDENTITY * BLOCK_D
-    num_features = first + num_groups * GROUP
+    num_features = IDENTITY * BLOCK_D + num_groups * GROUP
     o_d, o_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     p_key += i_b.to(tl.int64) * stride_kb + i_h.to(tl.int64) * stride_kh
     p_value += i_b.to(tl.int64) * stride_vb + i_h.to(tl.int64) * stride_vh
+    p_mask += i_b.to(tl.int64) * N
     p_dsums += i_state * num_features * BLOCK_V
     p_dtotals += i_state * num_features
     p_tiles += i_map * NUM_TILES * BLOCK_D * GROUP
     p_root += i_map * num_groups * GROUP
+    p_linear += i_map * BLOCK_D
+    dtype = p_key.dtype.element_ty
     scale = KEY_SCALE
-    start = i_tile * BLOCK
-    m_n = visible(p_mask + i_b.to(tl.int64) * N, start, N, BLOCK, HAS_MASK)
-    b_x = load_tile(p_key, start, stride_kn, m_n, DIM, BLOCK, BLOCK_D)
+    p_dkey_mean += i_state * BLOCK_D
+    p_value_mean += i_state * BLOCK_V
+    p_to_mean += i_state * BLOCK_V
+    b_ones = tl.full([BLOCK], 1.0, tl.float32)
+    if SINGLE:
+        b_s1, b_s2, b_left, b_right = _whole_tiles(p_dsums, p_tiles, p_linear, dtype, BLOCK_D, BLOCK_V, GROUP)
+    first, last = i_split, i_split + 1
+    if SINGLE:  # only then is there something that tiles share
+        first, last = i_split * TILES, tl.minimum((i_split + 1) * TILES, tl.cdiv(N, BLOCK))
+    for i_tile in range(first, last):
+        start = i_tile * BLOCK
+        m_n = visible(p_mask, start, N, BLOCK, HAS_MASK)
+        b_x, b_factor = load_unit_tile(p_key, start, stride_kn, m_n, EPS, UNIT, DIM, BLOCK, BLOCK_D)
+        b_value = load_tile(p_value, start, stride_vn, m_n, DV, BLOCK, BLOCK_V).to(tl.float32)
+        b_rows = (b_value - tl.load(p_value_mean + o_v)[None, :]).to(dtype)
+        if SINGLE:
+            b_z1, b_z2, b_root = _whole_vectors(p_dtotals, p_root, p_linear, BLOCK_D, GROUP)
+            b_dv, _ = _read_whole(b_x, scale, b_s1, b_s2, b_left, b_right, b_z1, b_z2, b_root, PRECISION)
+            b_dx = _whole_backward(
+                b_rows, b_ones, b_x, scale, b_s1, b_s2, b_left, b_right, p_dtotals, p_tiles, p_root, p_linear, BLOCK_D,
+                GROUP, PRECISION,
+            )  # fmt: skip
+        else:
+            b_dx, b_dv = _key_rows(
+                b_rows, b_x, scale, p_dsums, p_dtotals, p_tiles, p_root, p_linear, p_degrees, p_first, num_groups,
+                IDENTITY, QUADRATIC, BLOCK_D, BLOCK_V, BLOCK, GROUP, PRECISION,
+            )  # fmt: skip
+        # What is masked gets zeros; what lies behind the end gets nothing.
+        m_in = start + tl.arange(0, BLOCK) < N
+        b_dx = (b_dx + tl.load(p_dkey_mean + o_d)[None, :]) * scale
+        b_dx = unit_backward(b_dx, b_x, b_factor, EPS, UNIT, DIM, BLOCK_D)
+        b_dx = tl.where(m_n[:, None], b_dx, 0.0)
+        b_dv = tl.where(m_n[:, None], b_dv + tl.load(p_to_mean + o_v)[None, :], 0.0)
+        store_tile(p_dkey + i_state * N * DIM, start, b_dx, m_in, DIM, BLOCK, BLOCK_D)
+        store_tile(p_dvalue + i_state * N * DV, start, b_dv, m_in, DV, BLOCK, BLOCK_V)
+
+
+@triton.jit
+def _key_rows(
+    b_rows, b_x, scale, p_dsums, p_dtotals, p_tiles, p_root, p_linear, p_degrees, p_first, num_groups,
+    IDENTITY: tl.constexpr, QUADRATIC: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The gradients of scaled keys and of values from those of sums and totals; b_rows are centred values."""
     dtype = b_x.dtype
-    b_value = load_tile(p_value, start, stride_vn, m_n, DV, BLOCK, BLOCK_V).to(tl.float32)
-    b_rows = (b_value - tl.load(p_value_mean + i_state * BLOCK_V + o_v)[None, :]).to(dtype)
-    b_dx = tl.zeros([BLOCK, BLOCK_D], tl.float32) + tl.load(p_dkey_mean + i_state * BLOCK_D + o_d)[None, :]
+    first: tl.constexpr = IDENTITY * BLOCK_D
+    b_dx = tl.zeros([BLOCK, BLOCK_D], tl.float32)
     b_dv = tl.zeros([BLOCK, BLOCK_V], tl.float32)
     if IDENTITY:
         b_s1, b_z1 = _group_sums(p_dsums, p_dtotals, 0, BLOCK_D, BLOCK_V)
-        b_root = tl.load(p_linear + i_map * BLOCK_D + o_d)
+        b_root = tl.load(p_linear + tl.arange(0, BLOCK_D))
         b_s1 = (b_s1 * b_root[:, None]).to(dtype)
         b_dv = tl.dot(b_x, b_s1, input_precision=PRECISION) * scale
         b_dx += tl.dot(b_rows, tl.trans(b_s1), input_precision=PRECISION) + (b_z1 * b_root)[None, :]
     for i_group in range(num_groups):
         b_s, b_z = _group_sums(p_dsums, p_dtotals, first + i_group * GROUP, GROUP, BLOCK_V)
         b_s = b_s.to(dtype)
-        b_phi = evaluate(
+        b_product, b_weight = monomials(
             b_x, scale, i_group, p_tiles, p_root, p_degrees, p_first, QUADRATIC, BLOCK, BLOCK_D, GROUP, PRECISION
         )  # fmt: skip
+        b_phi = b_product * (b_weight * scale)[None, :]
         b_dv += tl.dot(b_phi.to(dtype), b_s, input_precision=PRECISION)
         b_dphi = tl.dot(b_rows, tl.trans(b_s), input_precision=PRECISION) + b_z[None, :]
-        b_dx += evaluate_backward(
-            b_dphi, b_x, scale, i_group, p_tiles, p_root, p_degrees, p_first, QUADRATIC, BLOCK, BLOCK_D, GROUP,
+        b_dx += monomials_backward(
+            b_dphi, b_product, b_weight, b_x, i_group, p_tiles, p_degrees, p_first, QUADRATIC, BLOCK, BLOCK_D, GROUP,
             PRECISION,
         )  # fmt: skip
-    # What is masked gets zeros; what lies behind the end gets nothing.
-    m_in = start + tl.arange(0, BLOCK) < N
-    b_dx = tl.where(m_n[:, None], b_dx * scale, 0.0)
-    b_dv = tl.where(m_n[:, None], b_dv + tl.load(p_to_mean + i_state * BLOCK_V + o_v)[None, :], 0.0)
-    store_tile(p_dkey + i_state * N * DIM, start, b_dx, m_in, DIM, BLOCK, BLOCK_D)
-    store_tile(p_dvalue + i_state * N * DV, start, b_dv, m_in, DV, BLOCK, BLOCK_V)
+    return b_dx, b_dv

@@ -85,8 +85,8 @@ def step(
     first: tl.constexpr = IDENTITY * DIM
     for i_group in range(num_groups):
         o_g = i_group * GROUP + tl.arange(0, GROUP)
-        b_phi = monomials(
-            b_x, 1.0, i_group, p_tiles, p_degrees, p_first, QUADRATIC, ROWS, BLOCK_D, GROUP, "ieee"
+        b_phi, _ = monomials(
+            b_x, 1.0, i_group, p_tiles, p_root, p_degrees, p_first, QUADRATIC, ROWS, BLOCK_D, GROUP, "ieee"
         )  # fmt: skip
         b_weight = tl.load(p_root + o_g)
         b_numerator, b_total = _add_and_read(

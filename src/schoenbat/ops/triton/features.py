@@ -2,8 +2,8 @@
 
 Identity features need no code: they are the tile itself. All others are products of projections, cut into
 groups of GROUP features. For each group and level there is one tile of directions [BLOCK_D, GROUP], zeros where
-a feature or a dimension does not exist, so that nothing here is masked. Every factor is multiplied by the rows'
-scale, every feature by the square root of its weight. Gradients are those of the scaled rows: who wants that of the
+a feature or a dimension does not exist, so that nothing here is masked. Every factor counts times the rows'
+scale, every feature times the square root of its weight. Gradients are those of the scaled rows: who wants that of the
 rows themselves multiplies by the scale last, and a scale of zero does no harm.
 
 Names: i_ indices, o_ offsets, p_ pointers, b_ blocks.
@@ -11,6 +11,9 @@ Names: i_ indices, o_ offsets, p_ pointers, b_ blocks.
 
 import triton
 import triton.language as tl
+
+# Below it a factor counts as zero; its square is still a normal number.
+TINY = tl.constexpr(1e-15)
 
 
 @triton.jit
@@ -24,32 +27,59 @@ def product(b_a, b_b, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def directions(p_tiles, i_tile, BLOCK_D: tl.constexpr, GROUP: tl.constexpr):
+    """One level's directions, [BLOCK_D, GROUP]."""
+    o_tile = tl.arange(0, BLOCK_D)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    return tl.load(p_tiles + i_tile * BLOCK_D * GROUP + o_tile)
+
+
+@triton.jit
 def factors(b_x, p_tiles, i_tile, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr):
     """One level's factors [BLOCK, GROUP] in float32, and the directions they are projections on."""
-    o_tile = tl.arange(0, BLOCK_D)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    b_w = tl.load(p_tiles + i_tile * BLOCK_D * GROUP + o_tile)
+    b_w = directions(p_tiles, i_tile, BLOCK_D, GROUP)
     return product(b_x, b_w, PRECISION), b_w
 
 
 @triton.jit
+def _level(
+    b_x, b_degree, level, p_tiles, i_tile, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr
+):
+    """One level's factors, 1 for features that have none, and their directions.
+
+    A factor of zero becomes a tiny one: a product can then be divided by it again, and is as good as zero.
+    """
+    b_factor, b_w = factors(b_x, p_tiles, i_tile, BLOCK_D, GROUP, PRECISION)
+    b_least = tl.where(b_degree > level, TINY, 1.0)[None, :]
+    return tl.where(tl.abs(b_factor) < TINY, b_least, b_factor), b_w
+
+
+@triton.jit
 def monomials(
-    b_x, scale, i_group, p_tiles, p_degrees, p_first,
+    b_x, scale, i_group, p_tiles, p_root, p_degrees, p_first,
     QUADRATIC: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The features [BLOCK, GROUP] of a group without weights, in float32; QUADRATIC: all have two factors."""
+    """A group's products of projections [BLOCK, GROUP] in float32, and their weights [GROUP].
+
+    Features are ``product · weight · scale``: the weight is √w · scale^(degree − 1), as gradients want it.
+    QUADRATIC: all features have two factors.
+    """
+    b_weight = tl.load(p_root + i_group * GROUP + tl.arange(0, GROUP))
     if QUADRATIC:
         b_left, _ = factors(b_x, p_tiles, 2 * i_group, BLOCK_D, GROUP, PRECISION)
         b_right, _ = factors(b_x, p_tiles, 2 * i_group + 1, BLOCK_D, GROUP, PRECISION)
-        b_phi = b_left * b_right * (scale * scale)
+        b_product = b_left * b_right
+        b_weight = b_weight * scale
     else:
         first = tl.load(p_first + i_group)
         b_degree = tl.load(p_degrees + i_group * GROUP + tl.arange(0, GROUP))
-        b_phi = tl.full([BLOCK, GROUP], 1.0, tl.float32)
+        b_product = tl.full([BLOCK, GROUP], 1.0, tl.float32)
         for i_tile in range(first, tl.load(p_first + i_group + 1)):
-            b_factor, _ = factors(b_x, p_tiles, i_tile, BLOCK_D, GROUP, PRECISION)
-            b_phi = tl.where((b_degree > i_tile - first)[None, :], b_phi * (b_factor * scale), b_phi)
-    return b_phi
+            level = i_tile - first
+            b_factor, _ = _level(b_x, b_degree, level, p_tiles, i_tile, BLOCK_D, GROUP, PRECISION)
+            b_product = b_product * b_factor
+            b_weight = tl.where((level > 0) & (b_degree > level), b_weight * scale, b_weight)
+    return b_product, b_weight
 
 
 @triton.jit
@@ -59,10 +89,41 @@ def evaluate(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The features [BLOCK, GROUP] of a group, in float32."""
-    b_phi = monomials(
-        b_x, scale, i_group, p_tiles, p_degrees, p_first, QUADRATIC, BLOCK, BLOCK_D, GROUP, PRECISION
+    b_product, b_weight = monomials(
+        b_x, scale, i_group, p_tiles, p_root, p_degrees, p_first, QUADRATIC, BLOCK, BLOCK_D, GROUP, PRECISION
     )  # fmt: skip
-    return b_phi * tl.load(p_root + i_group * GROUP + tl.arange(0, GROUP))[None, :]
+    return b_product * (b_weight * scale)[None, :]
+
+
+@triton.jit
+def monomials_backward(
+    b_grad, b_product, b_weight, b_x, i_group, p_tiles, p_degrees, p_first,
+    QUADRATIC: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What a group adds to the gradient of the scaled rows, [BLOCK, BLOCK_D]; `b_grad` is that of the features."""
+    b_grad = b_grad * b_weight[None, :]
+    if QUADRATIC:
+        b_left = directions(p_tiles, 2 * i_group, BLOCK_D, GROUP)
+        b_right = directions(p_tiles, 2 * i_group + 1, BLOCK_D, GROUP)
+        b_dx = pairs_backward(b_grad, b_x, b_left, b_right, PRECISION)
+    else:
+        first = tl.load(p_first + i_group)
+        b_degree = tl.load(p_degrees + i_group * GROUP + tl.arange(0, GROUP))
+        # All factors but one are the product divided by that one.
+        b_grad = b_grad * b_product
+        b_dx = tl.zeros([BLOCK, BLOCK_D], tl.float32)
+        for i_tile in range(first, tl.load(p_first + i_group + 1)):
+            b_factor, b_w = _level(b_x, b_degree, i_tile - first, p_tiles, i_tile, BLOCK_D, GROUP, PRECISION)
+            b_dx += _spread(b_grad / b_factor, b_w, PRECISION)
+    return b_dx
+
+
+@triton.jit
+def pairs_backward(b_grad, b_x, b_left, b_right, PRECISION: tl.constexpr):
+    """The gradient of rows from that of ``(x·left)(x·right)``."""
+    b_dx = _spread(b_grad * tl.dot(b_x, b_right, input_precision=PRECISION), b_left, PRECISION)
+    return b_dx + _spread(b_grad * tl.dot(b_x, b_left, input_precision=PRECISION), b_right, PRECISION)
 
 
 @triton.jit
@@ -71,36 +132,14 @@ def evaluate_backward(
     QUADRATIC: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What a group adds to the gradient of the scaled rows, [BLOCK, BLOCK_D]; `b_grad` is that of `evaluate`."""
-    o_f = i_group * GROUP + tl.arange(0, GROUP)
-    b_grad = b_grad * tl.load(p_root + o_f)[None, :]
-    if QUADRATIC:
-        b_grad = b_grad * scale
-        b_left, b_w_left = factors(b_x, p_tiles, 2 * i_group, BLOCK_D, GROUP, PRECISION)
-        b_right, b_w_right = factors(b_x, p_tiles, 2 * i_group + 1, BLOCK_D, GROUP, PRECISION)
-        b_dx = _spread(b_grad * b_right, b_w_left, PRECISION)
-        b_dx += _spread(b_grad * b_left, b_w_right, PRECISION)
-    else:
-        first, last = tl.load(p_first + i_group), tl.load(p_first + i_group + 1)
-        b_degree = tl.load(p_degrees + o_f)
-        # All factors but one are the product divided by that one; factors of exactly zero are counted apart.
-        b_product = tl.full([BLOCK, GROUP], 1.0, tl.float32)
-        b_zeros = tl.zeros([BLOCK, GROUP], tl.int32)
-        for i_tile in range(first, last):
-            b_factor, _ = factors(b_x, p_tiles, i_tile, BLOCK_D, GROUP, PRECISION)
-            b_factor = b_factor * scale
-            b_exists = (b_degree > i_tile - first)[None, :]
-            b_zeros += (b_exists & (b_factor == 0.0)).to(tl.int32)
-            b_product = tl.where(b_exists & (b_factor != 0.0), b_product * b_factor, b_product)
-        b_dx = tl.zeros([BLOCK, BLOCK_D], tl.float32)
-        for i_tile in range(first, last):
-            b_factor, b_w = factors(b_x, p_tiles, i_tile, BLOCK_D, GROUP, PRECISION)
-            b_factor = b_factor * scale
-            b_is_zero = b_factor == 0.0
-            b_others = b_product / tl.where(b_is_zero, 1.0, b_factor)
-            b_counts = (b_degree > i_tile - first)[None, :] & (b_zeros == b_is_zero.to(tl.int32))
-            b_dx += _spread(tl.where(b_counts, b_grad * b_others, 0.0), b_w, PRECISION)
-    return b_dx
+    """The same where the products are not at hand."""
+    b_product, b_weight = monomials(
+        b_x, scale, i_group, p_tiles, p_root, p_degrees, p_first, QUADRATIC, BLOCK, BLOCK_D, GROUP, PRECISION
+    )  # fmt: skip
+    return monomials_backward(
+        b_grad, b_product, b_weight, b_x, i_group, p_tiles, p_degrees, p_first, QUADRATIC, BLOCK, BLOCK_D, GROUP,
+        PRECISION,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -14,7 +14,7 @@ from torch import Tensor
 from schoenbat.ops.triton import bidirectional
 from schoenbat.ops.triton.plan import Plan
 
-# Two programs at a time for each of a large GPU's 132 multiprocessors.
+# Two programs at a time for each of a large GPU's 132 multiprocessors; of two warps, twice as many fit.
 _PROGRAMS = 264
 SUM_ROWS = 64
 
@@ -46,6 +46,13 @@ def tiles_for(dtype: torch.dtype, block_d: int, block_v: int, quadratic: bool) -
     if block_v < block_d or block_d < 32:
         return Tiles(32, 2, 3)
     return Tiles(64, 4, 3) if widest <= 64 else Tiles(128, 8, 2)
+
+
+class Unit(NamedTuple):
+    """What becomes of the rows of queries and keys as they are loaded: see `unit_rows`; code 0 is nothing."""
+
+    code: int = 0
+    eps: float = 0.0
 
 
 class Shape(NamedTuple):
@@ -104,19 +111,22 @@ def attend(
     coefficients: Tensor,
     query_scale: Tensor,
     key_scale: float,
+    unit: Unit,
 ) -> list[Tensor]:
     """Outputs, then the sums, totals, key mean and value mean that the backward pass starts from."""
-    shape, count = Shape.of(query, value), _count(key, mask)
-    tiles, q = shape.tiles(plan), as_rows(query)
-    summary = _summary(as_rows(key), as_rows(value), mask, count, shape, plan, key_scale)
+    shape, q = Shape.of(query, value), as_rows(query)
+    tiles = shape.tiles(plan)
+    summary = _summary(as_rows(key), as_rows(value), mask, shape, plan, key_scale, unit)
     out = q.new_empty(*q.shape[:-1], shape.value_dim)
     if out.numel():
-        splits, tiles_each = split(_row_tiles(q, tiles), q.shape[0] * q.shape[1])
+        splits, tiles_each = split(_row_tiles(q, tiles), q.shape[0] * q.shape[1], tiles)
         bidirectional.read[(splits * q.shape[0] * q.shape[1],)](
             *(q, out, query_scale, *summary, per_map(coefficients, plan)),
-            *(*q.stride()[:3], q.shape[-2], tiles_each, splits, *map_arguments(plan)),
+            *(*q.stride()[:3], q.shape[-2], tiles_each, splits, unit.eps, *map_arguments(plan)),
             HEADS=q.shape[1],
             GROUPS=shape.groups,
+            UNIT=unit.code,
+            SINGLE=_is_single(plan),
             **shape.constants(plan, tiles),
         )
     return [out.view(*query.shape[:-1], shape.value_dim), *summary]
@@ -133,35 +143,45 @@ def attend_backward(
     coefficients: Tensor,
     query_scale: Tensor,
     key_scale: float,
+    unit: Unit,
 ) -> list[Tensor]:
     """Gradients of query, key, value and query_scale."""
-    shape, count = Shape.of(query, value), _count(key, mask)
+    shape = Shape.of(query, value)
     q, k, v, g = as_rows(query), as_rows(key), as_rows(value), as_rows(grad.to(query.dtype))
     sums, totals, key_mean, value_mean = summary
     grad_query = q.new_empty(q.shape)
     by_row = [q.new_empty(q.shape[:-1], dtype=torch.float32) for _ in range(3)]
-    tiles = shape.tiles(plan)
-    row_tiles = triton.cdiv(q.shape[-2], tiles.block)
-    to_scale = q.new_empty(q.shape[0], q.shape[1], row_tiles, dtype=torch.float32)
+    tiles, single = shape.tiles(plan), _is_single(plan)
+    splits, tiles_each = _row_tiles(q, tiles), 1
+    if single:
+        splits, tiles_each = split(splits, q.shape[0] * q.shape[1], tiles)
+    to_scale = q.new_empty(q.shape[0], q.shape[1], splits, dtype=torch.float32)
     if q.numel():
         bidirectional.read_backward[(to_scale.numel(),)](
             *(q, g, grad_query, *by_row, to_scale, query_scale, sums, totals, key_mean),
-            *(per_map(coefficients, plan), *q.stride()[:3], *g.stride()[:3], q.shape[-2], row_tiles),
-            *map_arguments(plan),
+            *(per_map(coefficients, plan), *q.stride()[:3], *g.stride()[:3], q.shape[-2], tiles_each, splits),
+            *(unit.eps, *map_arguments(plan)),
             HEADS=q.shape[1],
             GROUPS=shape.groups,
+            UNIT=unit.code,
+            SINGLE=single,
             **shape.constants(plan, tiles),
         )
-    to_summary = _summary_backward(q, g, by_row, count, totals, shape, plan, query_scale, key_scale)
+    to_summary = _summary_backward(q, g, k, mask, by_row, totals, shape, plan, query_scale, key_scale, unit)
     grad_key, grad_value = k.new_empty(k.shape), v.new_empty(v.shape)
-    row_tiles = triton.cdiv(k.shape[-2], tiles.block)
     if k.numel():
+        splits, tiles_each = _row_tiles(k, tiles), 1
+        if single:
+            splits, tiles_each = split(splits, k.shape[0] * k.shape[1], tiles)
         to_sums, to_totals, to_key, to_value = to_summary
-        bidirectional.key_backward[(row_tiles * k.shape[0] * k.shape[1],)](
+        bidirectional.key_backward[(splits * k.shape[0] * k.shape[1],)](
             *(k, v, flat(mask, k), grad_key, grad_value, to_sums, to_totals, to_key, value_mean, to_value),
-            *(*k.stride()[:3], *v.stride()[:3], k.shape[-2], row_tiles, key_scale, *map_arguments(plan)),
+            *(*k.stride()[:3], *v.stride()[:3], k.shape[-2], tiles_each, splits, key_scale),
+            *(unit.eps, *map_arguments(plan)),
             HEADS=k.shape[1],
             HAS_MASK=mask is not None,
+            UNIT=unit.code,
+            SINGLE=single,
             **shape.constants(plan, tiles),
         )
     grads = grad_query.view(query.shape), grad_key.view(key.shape), grad_value.view(value.shape)
@@ -169,16 +189,23 @@ def attend_backward(
 
 
 def _summary(
-    key: Tensor, value: Tensor, mask: Tensor | None, count: Tensor, shape: Shape, plan: Plan, key_scale: float
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    shape: Shape,
+    plan: Plan,
+    key_scale: float,
+    unit: Unit,
 ) -> list[Tensor]:
     """Sums, totals, key mean and value mean of each key head, ``(B·H, ...)``."""
-    parts = _summarize(key, value, mask, None, shape._replace(groups=1), plan, None, key_scale)
+    parts = _summarize(key, value, mask, None, shape._replace(groups=1), plan, None, key_scale, unit)
     heads = key.shape[0] * key.shape[1]
     summary = _empty_summary(heads, shape, plan, key)
     rows = min(SUM_ROWS, triton.next_power_of_2(max(16, plan.num_features)))
     bidirectional.finish[(heads, max(1, triton.cdiv(plan.num_features, rows)))](
-        *(*parts, count, *summary, parts[0].shape[0] // heads, plan.num_features),
+        *(*parts, _count(key, mask), *summary, key.shape[-2], parts[0].shape[0] // heads, plan.num_features),
         HEADS=key.shape[1],
+        HAS_MASK=mask is not None,
         ROWS=rows,
         BLOCK_D=shape.block_d,
         BLOCK_V=shape.block_v,
@@ -189,22 +216,26 @@ def _summary(
 def _summary_backward(
     query: Tensor,
     grad: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
     by_row: list[Tensor],
-    count: Tensor,
     totals: Tensor,
     shape: Shape,
     plan: Plan,
     query_scale: Tensor,
     key_scale: float,
+    unit: Unit,
 ) -> list[Tensor]:
     """Gradients of sums and totals, and what each key and each value gets through the means."""
-    parts = _summarize(query, grad, None, by_row, shape, plan, query_scale, key_scale)
+    parts = _summarize(query, grad, None, by_row, shape, plan, query_scale, key_scale, unit)
     heads = shape.batch * shape.heads
     to_summary = _empty_summary(heads, shape, plan, query)
     rows = min(SUM_ROWS, triton.next_power_of_2(max(16, plan.num_features)))
     bidirectional.finish_backward[(heads, shape.block_v // 16)](
-        *(*parts, count, totals, *to_summary, parts[0].shape[0] // heads, plan.num_features),
+        *(*parts, _count(key, mask), totals, *to_summary),
+        *(key.shape[-2], parts[0].shape[0] // heads, plan.num_features),
         HEADS=shape.heads,
+        HAS_MASK=mask is not None,
         ROWS=rows,
         COLUMNS=16,
         BLOCK_D=shape.block_d,
@@ -233,35 +264,44 @@ def _summarize(
     plan: Plan,
     query_scale: Tensor | None,
     key_scale: float,
+    unit: Unit,
 ) -> list[Tensor]:
     """Parts of Σφ(x) rowᵀ, Σφ(x) w, Σx u and Σrow, ``(B·H·splits, ...)``; see the kernel."""
     batch, heads, n, _ = x.shape
     tiles, groups = shape.tiles(plan), max(1, plan.num_groups)
-    splits, tiles_each = split(_row_tiles(x, tiles), batch * heads * groups)
+    splits, tiles_each = split(_row_tiles(x, tiles), batch * heads * groups, tiles)
     shapes = summary_shapes(shape, plan)
     sums = [x.new_empty(batch * heads * splits, *s, dtype=torch.float32) for s in shapes]
     bidirectional.summarize[(groups * splits * batch * heads,)](
         *(x, rows, flat(mask, x), x if query_scale is None else query_scale, *(by_row or (x, x, x)), *sums),
-        *(*x.stride()[:3], *rows.stride()[:3], n, tiles_each, splits, key_scale, *map_arguments(plan)),
+        *(*x.stride()[:3], *rows.stride()[:3], n, tiles_each, splits, key_scale),
+        *(unit.eps, *map_arguments(plan)),
         HEADS=heads,
         GROUPS=shape.groups,
         HAS_MASK=mask is not None,
         IS_QUERY=by_row is not None,
         PARTS=groups,
+        UNIT=unit.code,
         **shape.constants(plan, tiles),
     )
     return sums
 
 
-def split(pieces: int, others: int) -> tuple[int, int]:
+def split(pieces: int, others: int, tiles: Tiles) -> tuple[int, int]:
     """How many programs share a sequence, how many pieces each has; `others`: how many more there are."""
-    wanted = max(1, min(pieces, _PROGRAMS // max(1, others)))
+    programs = _PROGRAMS * (2 if tiles.num_warps == 2 else 1)
+    wanted = max(1, min(pieces, programs // max(1, others)))
     each = triton.cdiv(pieces, wanted)
     return triton.cdiv(pieces, each), each
 
 
 def _row_tiles(x: Tensor, tiles: Tiles) -> int:
     return max(1, triton.cdiv(x.shape[-2], tiles.block))
+
+
+def _is_single(plan: Plan) -> bool:
+    """Identity features and one group of pairs: kernels keep such a map, and a head's sums, at hand."""
+    return plan.identity and plan.quadratic and plan.num_groups == 1
 
 
 def map_arguments(plan: Plan) -> tuple[Any, ...]:
@@ -273,10 +313,8 @@ def per_map(coefficients: Tensor, plan: Plan) -> Tensor:
 
 
 def _count(key: Tensor, mask: Tensor | None) -> Tensor:
-    """How many keys take part, for each sequence of the batch."""
-    if mask is None:
-        return key.new_full((key.shape[0],), key.shape[-2], dtype=torch.float32)
-    return mask.sum((1, 2, 3, 4), dtype=torch.float32)
+    """How many keys of each sequence take part; without a mask some tensor that no kernel reads."""
+    return key if mask is None else mask.sum((1, 2, 3, 4), dtype=torch.int32)
 
 
 def as_rows(x: Tensor) -> Tensor:

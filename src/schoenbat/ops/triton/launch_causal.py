@@ -59,7 +59,7 @@ class Axis(NamedTuple):
         )
         num_tiles = max(1, triton.cdiv(max(queries, keys), tiles.block))
         programs = shape.batch * shape.heads * max(1, plan.num_groups)
-        segments, chunks_each = split(triton.cdiv(num_tiles, chunk), programs)
+        segments, chunks_each = split(triton.cdiv(num_tiles, chunk), programs, tiles)
         return cls(queries, keys, tiles, chunk, num_tiles, segments, chunk * chunks_each)
 
     @property

@@ -21,19 +21,22 @@ def attend(
     query_scale: Tensor,
     flags: Sequence[int],
     key_scale: float,
+    unit: int,
+    eps: float,
 ) -> list[Tensor]:
-    return launch.attend(query, key, value, mask, Plan.of(plan, flags), coefficients, query_scale, key_scale)
+    small = Plan.of(plan, flags), coefficients, query_scale, key_scale, launch.Unit(unit, eps)
+    return launch.attend(query, key, value, mask, *small)
 
 
 @attend.register_fake
 def _(
     query: Tensor, key: Tensor, value: Tensor, mask: Any, plan: Any, coefficients: Any, scale: Any,
-    flags: Any, key_scale: float,
+    flags: Any, *rest: Any,
 ) -> list[Tensor]:  # fmt: skip
     shapes = launch.summary_shapes(launch.Shape.of(query, value), Plan.of(plan, flags))
-    sums, *rest = ((key.shape[0] * key.shape[1], *shape) for shape in shapes)
+    sums, *others = ((key.shape[0] * key.shape[1], *shape) for shape in shapes)
     out = query.new_empty(*query.shape[:-1], value.shape[-1])
-    return [out, query.new_empty(sums), *(query.new_empty(s, dtype=torch.float32) for s in rest)]
+    return [out, query.new_empty(sums), *(query.new_empty(s, dtype=torch.float32) for s in others)]
 
 
 @torch.library.custom_op("schoenbat::triton_attend_backward", mutates_args=())
@@ -49,8 +52,10 @@ def attend_backward(
     query_scale: Tensor,
     flags: Sequence[int],
     key_scale: float,
+    unit: int,
+    eps: float,
 ) -> list[Tensor]:
-    small = Plan.of(plan, flags), coefficients, query_scale, key_scale
+    small = Plan.of(plan, flags), coefficients, query_scale, key_scale, launch.Unit(unit, eps)
     return launch.attend_backward(grad, query, key, value, mask, summary, *small)
 
 
@@ -63,7 +68,7 @@ def _(
 
 
 def _context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    query, key, value, mask, plan, coefficients, query_scale, ctx.flags, ctx.key_scale = inputs
+    query, key, value, mask, plan, coefficients, query_scale, *ctx.small = inputs
     ctx.save_for_backward(query, key, value, mask, coefficients, query_scale, *output[1:], *plan)
 
 
@@ -71,9 +76,9 @@ def _gradient(ctx: Any, grad: list[Tensor]) -> tuple[Any, ...]:
     query, key, value, mask, coefficients, query_scale, *rest = ctx.saved_tensors
     to_query, to_key, to_value, to_scale = attend_backward(
         *(grad[0], query, key, value, mask, rest[:4], rest[4:], coefficients, query_scale),
-        *(ctx.flags, ctx.key_scale),
+        *ctx.small,
     )
-    return to_query, to_key, to_value, None, [None] * 5, None, to_scale, None, None
+    return to_query, to_key, to_value, None, [None] * 5, None, to_scale, None, None, None, None
 
 
 attend.register_autograd(_gradient, setup_context=_context)

@@ -5,7 +5,7 @@ out once, too: see `plan_for`.
 """
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -14,11 +14,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 from torch.utils.weak import WeakIdKeyDictionary
 
-from schoenbat.ops.blocks import Blocks, level_sizes, may_keep
+from schoenbat.ops.blocks import Blocks, level_sizes
+from schoenbat.ops.keeping import may_keep, may_reuse, reuse
 
 # Narrow groups where degrees differ: a group does as many levels as its highest degree has.
-GROUP_OF_PAIRS = 64
 GROUP = 32
+GROUP_OF_PAIRS = 64
+# Of narrow heads, if that makes one group of all pairs.
+WIDE_GROUP_OF_PAIRS = 128
 
 
 class Layout(NamedTuple):
@@ -76,26 +79,34 @@ class Plan(NamedTuple):
 _PLANS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def plan_for(blocks: Blocks, weight: Tensor, dtype: torch.dtype, block_d: int) -> Plan:
-    """The plan of a map, kept as long as its `weight` lives; a map that changes has another one."""
-    if torch.compiler.is_compiling():
-        return make_plan(blocks, weight, dtype, block_d)
+def plan_for(blocks: Blocks, weight: Tensor, dtype: torch.dtype, block_d: int, wide: bool = False) -> Plan:
+    """The plan of a map, kept as long as its `weight` lives; a map that changes has another one.
+
+    With `wide`, one wide group of pairs where heads are narrow.
+    """
+    wide = wide and block_d <= 32 and GROUP_OF_PAIRS < blocks.num_pairs <= WIDE_GROUP_OF_PAIRS
+    make = partial(make_plan, blocks, weight, dtype, block_d, wide)
+    if not may_reuse(weight):
+        return make()
+    plans = _PLANS.setdefault(weight, {})
+    if (dtype, wide) in plans:
+        return reuse(plans[dtype, wide], weight)
+    if not may_keep(weight):
+        return make()
     with torch.inference_mode(False):  # what is kept may be needed for training later
-        if not may_keep(weight):
-            return make_plan(blocks, weight, dtype, block_d)
-        plans = _PLANS.setdefault(weight, {})
-        if dtype not in plans:
-            plans[dtype] = make_plan(blocks, weight, dtype, block_d)
-        return plans[dtype]
+        plans[dtype, wide] = make()
+    return plans[dtype, wide]
 
 
-def make_plan(blocks: Blocks, weight: Tensor, dtype: torch.dtype, block_d: int) -> Plan:
+def make_plan(blocks: Blocks, weight: Tensor, dtype: torch.dtype, block_d: int, wide: bool = False) -> Plan:
     """Directions in the rows' dtype, zeros where there is nothing."""
     maps, (dim, directions) = max(weight.shape[0], blocks.quadratic.shape[0]), blocks.quadratic.shape[-2:]
     lay_out: Callable[..., Layout] = _layout
     if not torch.compiler.is_compiling() and _len_torch_dispatch_stack():
         lay_out = _layout.__wrapped__  # fake tensors and the like must not be kept
-    layout = lay_out(blocks.linear.shape[-1], directions, blocks.num_pairs, blocks.degrees, weight.device)
+    group_of_pairs = WIDE_GROUP_OF_PAIRS if wide else GROUP_OF_PAIRS
+    counts = blocks.linear.shape[-1], directions, blocks.num_pairs, blocks.degrees
+    layout = lay_out(*counts, group_of_pairs, weight.device)
     columns = torch.cat([*blocks.maps, blocks.linear.new_zeros(*blocks.linear.shape[:-1], 1)], dim=-1)
     tiles = F.pad(columns.to(dtype), (0, 0, 0, block_d - dim)).index_select(-1, layout.columns)
     tiles = tiles.expand(maps, -1, -1).unflatten(-1, (layout.num_tiles, layout.group))
@@ -115,11 +126,16 @@ def make_plan(blocks: Blocks, weight: Tensor, dtype: torch.dtype, block_d: int) 
 
 @lru_cache(maxsize=64)
 def _layout(
-    num_linear: int, directions: int, num_pairs: int, tail: tuple[int, ...], device: torch.device
+    num_linear: int,
+    directions: int,
+    num_pairs: int,
+    tail: tuple[int, ...],
+    group_of_pairs: int,
+    device: torch.device,
 ) -> Layout:
     factors = _factor_columns(num_linear, directions, num_pairs, tail)
-    quadratic = num_pairs == len(factors)
-    group = GROUP_OF_PAIRS if quadratic else GROUP
+    quadratic = 0 < num_pairs == len(factors)
+    group = group_of_pairs if quadratic else GROUP
     groups = [factors[start : start + group] for start in range(0, len(factors), group)]
     nothing = num_linear + directions + sum(tail)
     columns, first = [], [0]

@@ -24,6 +24,44 @@ def load_tile(p, start, stride, m_n, C: tl.constexpr, BLOCK: tl.constexpr, BLOCK
 
 
 @triton.jit
+def load_unit_tile(
+    p, start, stride, m_n, EPS, UNIT: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    """The same, and what its rows were multiplied by: as they are (UNIT = 0), of norm 1 (1), centred and of norm 1 (2)."""
+    b_x = load_tile(p, start, stride, m_n, DIM, BLOCK, BLOCK_D)
+    b_factor = tl.full([BLOCK], 1.0, tl.float32)
+    if UNIT > 0:
+        b_rows = b_x.to(tl.float32)
+        if UNIT > 1:
+            b_rows = _centred(b_rows, DIM, BLOCK_D)
+        b_factor = tl.rsqrt(tl.maximum(tl.sum(b_rows * b_rows, axis=1), DIM * EPS))
+        b_x = (b_rows * b_factor[:, None]).to(b_x.dtype)
+    return b_x, b_factor
+
+
+@triton.jit
+def unit_backward(b_dx, b_x, b_factor, EPS, UNIT: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The gradient of the rows as they were loaded, from that of the unit rows b_x."""
+    if UNIT > 0:
+        b_unit = b_x.to(tl.float32)
+        # Rows shorter than the least norm were multiplied by a constant.
+        b_along = tl.where(b_factor * b_factor * (DIM * EPS) < 1.0, tl.sum(b_dx * b_unit, axis=1), 0.0)
+        b_dx = (b_dx - b_along[:, None] * b_unit) * b_factor[:, None]
+        if UNIT > 1:
+            b_dx = _centred(b_dx, DIM, BLOCK_D)
+    return b_dx
+
+
+@triton.jit
+def _centred(b_rows, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Less the mean of each row; what is padded is zero and stays so."""
+    b_centred = b_rows - (tl.sum(b_rows, axis=1) / DIM)[:, None]
+    if DIM != BLOCK_D:
+        b_centred = tl.where(tl.arange(0, BLOCK_D)[None, :] < DIM, b_centred, 0.0)
+    return b_centred
+
+
+@triton.jit
 def store_tile(p, start, b, m_n, C: tl.constexpr, BLOCK: tl.constexpr, BLOCK_C: tl.constexpr):
     """The same, into a contiguous matrix."""
     o_n, o_c = tl.arange(0, BLOCK), tl.arange(0, BLOCK_C)

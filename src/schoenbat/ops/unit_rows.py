@@ -1,0 +1,42 @@
+"""Rows of norm 1, for which feature maps are planned."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from schoenbat.ops.keeping import is_concrete
+
+
+class UnitRows(NamedTuple):
+    """``u / ‖u‖`` with u = x, or x less the mean of its row; norms are taken as at least √(d·ε).
+
+    Computed in float32 at least; a row of zeros (or constants, if centred) gives zeros.
+    """
+
+    centred: bool
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = x.to(torch.promote_types(x.dtype, torch.float32))
+        if self.centred:
+            rows = rows - rows.mean(-1, keepdim=True)
+        square = rows.square().sum(-1, keepdim=True)
+        if is_concrete(square) and square.device.type == "cpu" and square.isinf().any():
+            rows, square = _without_overflow(rows, square)
+        return (rows * square.clamp(min=x.shape[-1] * self.eps).rsqrt()).to(x.dtype)
+
+    @property
+    def code(self) -> int:
+        """As kernels know it; 0 is for rows that stay as they are."""
+        return 2 if self.centred else 1
+
+
+def _without_overflow(rows: Tensor, square: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows whose squares do not fit, shortened before they are squared: a unit row does not show it.
+
+    Where looking would synchronise (on a GPU) such rows, longer than 1e19 in float32, become zeros instead.
+    """
+    shorter = rows / rows.detach().abs().amax(-1, keepdim=True).clamp(min=1)
+    rows = torch.where(square.isinf(), shorter, rows)
+    return rows, rows.square().sum(-1, keepdim=True)
