@@ -47,8 +47,8 @@ audit: $(READY)  ## bandit on the source, pip-audit on everything that constrain
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[audit]'
 	$(BIN)/python tests/audit.py
 
-test-gpu: $(READY)  ## the tests that need a CUDA device
-	$(BIN)/python -m pytest -m gpu
+test-gpu: $(READY)  ## the tests that need a CUDA device; their summary goes into benchmarks/results/
+	$(BIN)/python -m pytest -m gpu --junitxml=out/test-gpu.xml; $(BIN)/python tests/gpu_summary.py out/test-gpu.xml
 
 bench-gpu: $(READY)  ## speed on this machine's GPU beside SDPA and the memory floor, into benchmarks/results/
 	$(BIN)/python benchmarks/gpu.py

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from schoenbat.files import write_atomically
+from schoenbat.report.pages import fill
 from schoenbat.report.results import write_results
 
 HERE = Path(__file__).parent
@@ -200,15 +201,6 @@ def tables(modelled: Iterable[Row]) -> dict[str, str]:
         name: "\n".join(lines)
         for name, lines in (("times", times), ("memory", memory), ("prefix", prefix), ("given", given))
     }
-
-
-def fill(page: str, shown: dict[str, str]) -> str:
-    """The page with each table between its markers."""
-    for name, table in shown.items():
-        begin, end = f"<!-- {name} -->\n", f"\n<!-- end of {name} -->"
-        before, _, rest = page.partition(begin)
-        page = before + begin + table + end + rest.partition(end)[2]
-    return page
 
 
 def _seconds(value: float) -> str:

@@ -15,3 +15,11 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _say_where(record_testsuite_property):
+    """For reports of runs on a GPU."""
+    if torch.cuda.is_available():
+        record_testsuite_property("device", torch.cuda.get_device_name())
+        record_testsuite_property("torch", torch.__version__)

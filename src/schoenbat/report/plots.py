@@ -71,6 +71,19 @@ def length_plot(rows: Sequence[SpeedRow]) -> str:
     return _finish(figure, panels)
 
 
+def scaling_plot(curves: Mapping[str, Mapping[str, Sequence[tuple[int, float]]]]) -> str:
+    """Seconds against the length: a panel for each pass, in it a curve for each method."""
+    figure, panels = _panels(1, len(curves), sharey=True)
+    for axes, (title, lines) in zip(panels.flat, curves.items(), strict=True):
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set(title=title)
+        for label, points in lines.items():
+            _curve(axes, points, label)
+    _name_axes(panels, "tokens n", "seconds")
+    return _finish(figure, panels)
+
+
 def attention_speed_plot(rows: Sequence[AttentionSpeed]) -> str:
     """Time and memory of every attention against the length of the sequence."""
     curves: dict[str, list[AttentionSpeed]] = {}

@@ -1,0 +1,81 @@
+"""The README's figures of a GPU, from what `gpu.py` measured: ``python benchmarks/gpu_page.py``.
+
+Reads nvidia-h200.json and training-nvidia-h200.json in benchmarks/results; writes the tables between their
+markers in README.md, and docs/time-against-length.svg.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from schoenbat.files import write_atomically
+from schoenbat.report.pages import fill
+from schoenbat.report.plots import scaling_plot
+
+HERE = Path(__file__).parent
+PAGE = HERE.parent / "README.md"
+PLOT = HERE.parent / "docs" / "time-against-length.svg"
+GPU, TRAINING = (HERE / "results" / f"{name}.json" for name in ("nvidia-h200", "training-nvidia-h200"))
+LENGTHS = "16 × "  # the sequences of the plot
+DECODE = "decode"
+
+Rows = list[dict[str, Any]]
+
+
+def main() -> None:
+    measured, trained = (json.loads(path.read_text(encoding="utf-8"))["rows"] for path in (GPU, TRAINING))
+    write_atomically(PLOT, plot(measured))
+    write_atomically(PAGE, fill(PAGE.read_text(encoding="utf-8"), tables(measured, trained)))
+
+
+def tables(measured: Rows, trained: Rows) -> dict[str, str]:
+    return {"gpu": speed_table(measured), "training": training_table(trained)}
+
+
+def speed_table(rows: Rows) -> str:
+    found = {(row["shape"], row["method"], row["direction"]): row for row in rows}
+    lines = [
+        "| B·H × n, d, D, map | pass | RMFA, ms | floors | SDPA (cuDNN), ms | faster by | eager / fused |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for (shape, method, direction), row in found.items():
+        if method != "triton" or shape.startswith(LENGTHS):
+            continue
+        softmax, eager = (found.get((shape, other, direction)) for other in ("cudnn", "eager"))
+        cells = [
+            shape,
+            direction,
+            f"{1e3 * row['median']:.3f}",
+            f"{row['median'] / row['floor']:.1f}" if direction in ("forward", DECODE) else "",
+            "" if softmax is None else f"{1e3 * softmax['median']:.3f}",
+            "" if softmax is None else f"{softmax['median'] / row['median']:.1f} ×",
+            "" if eager is None else f"{eager['median'] / row['median']:.1f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def training_table(rows: Rows) -> str:
+    lines = ["| task | n | batch | attention | ms a step |", "| --- | ---: | ---: | --- | ---: |"]
+    for row in rows:
+        cells = row["task"], f"{row['length']:,}", row["batch_size"], f"`{row['attention']}`"
+        lines.append(f"| {' | '.join(map(str, cells))} | {1e3 * row['seconds']:.2f} |")
+    return "\n".join(lines)
+
+
+def plot(rows: Rows) -> str:
+    names = {"triton": "RMFA", "cudnn": "SDPA (cuDNN)"}
+    curves: dict[str, dict[str, list[tuple[int, float]]]] = {}
+    for row in rows:
+        if not row["shape"].startswith(LENGTHS):
+            continue
+        length = int(row["shape"].removeprefix(LENGTHS).split(", ")[0].replace(",", ""))
+        panel = curves.setdefault(row["direction"], {})
+        panel.setdefault(names[row["method"]], []).append((length, row["median"]))
+        if row["method"] == "triton" and row["direction"] == "forward":
+            panel.setdefault("q, k, v read and output written once", []).append((length, row["floor"]))
+    return scaling_plot(curves)
+
+
+if __name__ == "__main__":
+    main()
