@@ -1,7 +1,7 @@
 """The README's figures of a GPU, from what `gpu.py` measured: ``python benchmarks/gpu_page.py``.
 
 Reads nvidia-h200.json and training-nvidia-h200.json in benchmarks/results; writes the tables between their
-markers in README.md, and docs/time-against-length.svg.
+markers in README.md, and docs/time-against-length.svg where ever longer sequences were measured.
 """
 
 import json
@@ -24,7 +24,8 @@ Rows = list[dict[str, Any]]
 
 def main() -> None:
     measured, trained = (json.loads(path.read_text(encoding="utf-8"))["rows"] for path in (GPU, TRAINING))
-    write_atomically(PLOT, plot(measured))
+    if curves := lengths(measured):
+        write_atomically(PLOT, scaling_plot(curves))
     write_atomically(PAGE, fill(PAGE.read_text(encoding="utf-8"), tables(measured, trained)))
 
 
@@ -63,7 +64,8 @@ def training_table(rows: Rows) -> str:
     return "\n".join(lines)
 
 
-def plot(rows: Rows) -> str:
+def lengths(rows: Rows) -> dict[str, dict[str, list[tuple[int, float]]]]:
+    """Seconds against the length, by pass and method."""
     names = {"triton": "RMFA", "cudnn": "SDPA (cuDNN)"}
     curves: dict[str, dict[str, list[tuple[int, float]]]] = {}
     for row in rows:
@@ -74,7 +76,7 @@ def plot(rows: Rows) -> str:
         panel.setdefault(names[row["method"]], []).append((length, row["median"]))
         if row["method"] == "triton" and row["direction"] == "forward":
             panel.setdefault("q, k, v read and output written once", []).append((length, row["floor"]))
-    return scaling_plot(curves)
+    return curves
 
 
 if __name__ == "__main__":

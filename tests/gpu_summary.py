@@ -1,4 +1,4 @@
-"""Summarize runs of the GPU tests: ``python tests/gpu_summary.py REPORT.xml ...`` after ``pytest --junitxml``.
+"""What GPU tests gave: ``python tests/gpu_summary.py REPORT.xml ...`` after ``pytest --junitxml=REPORT.xml``.
 
 Writes benchmarks/results/tests-<gpu>.json: what ran where, how many passed in each file, and what failed.
 """

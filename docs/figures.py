@@ -1,0 +1,182 @@
+"""The figures and tables of these pages, from what commands wrote: ``python docs/figures.py``.
+
+Reads JSON in docs/figures, benchmarks/results and results; writes docs/figures/*.svg, and the tables between
+their markers in the pages.
+"""
+
+import io
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+
+from schoenbat.experiments.error import ErrorRow
+from schoenbat.files import write_atomically
+from schoenbat.report.pages import fill
+from schoenbat.report.plots import error_plot, scaling_plot
+
+DOCS = Path(__file__).parent
+FIGURES, ROOT = DOCS / "figures", DOCS.parent
+RESULTS = ROOT / "benchmarks" / "results"
+DRAWN_SCALES = 8.0
+BOTH = "forward+backward"
+
+Rows = list[dict[str, Any]]
+
+
+def main() -> None:
+    for name, drawn in figures().items():
+        write_atomically(FIGURES / f"{name}.svg", drawn)
+    for name, shown in tables().items():
+        page = DOCS / f"{name}.md"
+        write_atomically(page, fill(page.read_text(encoding="utf-8"), shown))
+
+
+def figures() -> dict[str, str]:
+    """SVG by the file's name."""
+    return {
+        "error": error_plot([ErrorRow(**row) for row in _read(FIGURES / "error.json")]),
+        "sharpness": _draw_sharpness(_read(FIGURES / "sharpness.json")),
+        "time-cpu": _draw_times(_read(RESULTS / "cpu.json")),
+    }
+
+
+def tables() -> dict[str, dict[str, str]]:
+    """Tables by the page and their name on it."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from gpu_page import speed_table, training_table
+
+    gpu, training = (_read(RESULTS / f"{name}nvidia-h200.json") for name in ("", "training-"))
+    return {
+        "choosing": {"sharpness": _sharpness_table(_read(FIGURES / "sharpness.json"))},
+        "when-not": {
+            "cpu": _crossover_table(_cpu_times(_read(RESULTS / "cpu.json")), "SDPA"),
+            "gpu": _crossover_table(_gpu_times(gpu), "SDPA (cuDNN)"),
+        },
+        "gpu": {"gpu": speed_table(gpu), "training": training_table(training)},
+        "long-context": {"parallel": _parallel_table(_read(RESULTS / "parallel.json"))},
+        "converting": {"minilm": _minilm_table()},
+    }
+
+
+def _read(path: Path) -> Rows:
+    return json.loads(path.read_text(encoding="utf-8"))["rows"]
+
+
+def _draw_sharpness(rows: Rows) -> str:
+    """Relative error against D: scales from left to right, a curve for each construction."""
+    scales = [scale for scale in _each(rows, "scale") if scale <= DRAWN_SCALES]
+    figure = Figure(figsize=(1 + 2 * len(scales), 3.2), layout="constrained")
+    panels = figure.subplots(1, len(scales), sharey=True)
+    for axes, scale in zip(panels, scales, strict=True):
+        for construction in _each(rows, "construction"):
+            curve = [r for r in rows if (r["scale"], r["construction"]) == (scale, construction)]
+            points = [r["num_features"] for r in curve], [r["relative"] for r in curve]
+            axes.plot(*points, marker=".", label=construction)
+        axes.axhline(1.0, color="grey", linewidth=0.8)
+        axes.set_xscale("log", base=2)
+        axes.set(title=f"scale {scale:g}", xlabel="features D", yscale="log")
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("error / that of averaging")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+    text = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": "schoenbat"}):
+        figure.savefig(text, format="svg", metadata={"Date": None})
+    return text.getvalue()
+
+
+def _draw_times(rows: Rows) -> str:
+    names = {"rmfa": "RMFA", "sdpa": "SDPA"}
+    curves: dict[str, dict[str, list[tuple[int, float]]]] = {}
+    for row in rows:
+        panel = curves.setdefault(row["direction"], {})
+        panel.setdefault(names[row["method"]], []).append((row["length"], row["median"]))
+    return scaling_plot(curves)
+
+
+def _sharpness_table(rows: Rows) -> str:
+    found = {(r["scale"], r["construction"], r["num_features"]): r for r in rows}
+    columns = [("paper", 128), ("unbiased", 128), ("exact-low", 128), ("exact-low", 512)]
+    lines = []
+    for scale in _each(rows, "scale"):
+        cells = [found[scale, *column] for column in columns]
+        lines.append(
+            [f"{scale:g}", f"{cells[0]['largest_weight']:.3f}", *(_relative(c) for c in cells)]
+        )
+    return _table(["scale", "largest weight", *(f"{name}, D = {count}" for name, count in columns)], lines)
+
+
+def _cpu_times(rows: Rows) -> Iterable[tuple[str, float, float]]:
+    """What was run, seconds of SDPA and of RMFA."""
+    found = {(r["length"], r["method"]): r["median"] for r in rows if r["direction"] == BOTH}
+    for length, method in found:
+        if method == "rmfa" and found.get((length, "sdpa")):
+            yield f"8 × {length:,}", found[length, "sdpa"], found[length, "rmfa"]
+
+
+def _gpu_times(rows: Rows) -> Iterable[tuple[str, float, float]]:
+    kind = ", 64, 128, exact-low"
+    found = {(r["shape"], r["method"]): r["median"] for r in rows if r["direction"] == BOTH}
+    for shape, method in found:
+        if method == "triton" and shape.endswith(kind) and (shape, "cudnn") in found:
+            yield shape.removesuffix(kind), found[shape, "cudnn"], found[shape, "triton"]
+
+
+def _crossover_table(times: Iterable[tuple[str, float, float]], rival: str) -> str:
+    lines = [
+        [what, _milliseconds(theirs), _milliseconds(ours), f"{theirs / ours:,.1f} ×"]
+        for what, theirs, ours in times
+    ]
+    return _table(["heads × n", f"{rival}, ms", "RMFA, ms", "faster by"], lines)
+
+
+def _parallel_table(rows: Rows) -> str:
+    most = max(row["processes"] for row in rows)
+    chosen = [row for row in rows if row["processes"] == most and row["is_causal"]]
+    lines = [
+        [f"{row['length']:,}", f"{row['sent'] / 1024:,.1f}", f"{row['keys_and_values'] / 1024:,.0f}"]
+        for row in chosen
+    ]
+    return _table(["tokens", f"KiB that each of {most} ranks hands over", "KiB of its keys and values"], lines)
+
+
+def _minilm_table() -> str:
+    lines = []
+    for name, mode in (("minilm", "all keys by features"), ("minilm_window", "window of ±16")):
+        rows = _read(ROOT / "results" / f"{name}.json")
+        for stage in _each(rows, "stage"):
+            if stage != "original":
+                scores = [f"{r[k]:.3f}" for r in rows if r["stage"] == stage for k in ("cosine", "spearman")]
+                lines.append([mode, stage, *scores])
+    corpora = ("reviews", "papers")
+    return _table(
+        ["attention", "stage", *(f"{c}, {k}" for c in corpora for k in ("cosine", "rank correlation"))], lines
+    )
+
+
+def _relative(row: dict[str, Any]) -> str:
+    return f"{row['relative']:,.0f}" if row["relative"] > 10 else f"{row['relative']:.2g}"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:,.1f}" if seconds > 1e-2 else f"{1e3 * seconds:.3f}"
+
+
+def _each(rows: Rows, name: str) -> list[Any]:
+    return list(dict.fromkeys(row[name] for row in rows))
+
+
+def _table(heading: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """Words to the left, figures to the right."""
+    lines = list(lines)
+    numeric = [all(line[i][:1].isdigit() for line in lines) for i in range(len(heading))]
+    rule = ["---:" if right else "---" for right in numeric]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (heading, rule, *lines))
+
+
+if __name__ == "__main__":
+    main()
