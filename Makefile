@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test lint types unit slow soak fuzz audit bench test-gpu bench-gpu clean
+.PHONY: help demo test lint types unit slow soak fuzz audit bench test-gpu bench-gpu docs docs-check clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -53,5 +53,13 @@ test-gpu: $(READY)  ## the tests that need a CUDA device; their summary goes int
 bench-gpu: $(READY)  ## speed on this machine's GPU beside SDPA and the memory floor, into benchmarks/results/
 	$(BIN)/python benchmarks/gpu.py
 
+docs: $(READY)  ## the documentation as a site, into site/
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(BIN)/python docs/figures.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+docs-check: docs  ## every page of the site in a real browser; needs the packages chromium and chromium-driver
+	$(BIN)/python tests/check_site.py
+
 clean:  ## remove the virtual environment and what tools cached
-	rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis build dist site

@@ -70,7 +70,7 @@ def _read(path: Path) -> Rows:
 def _draw_sharpness(rows: Rows) -> str:
     """Relative error against D: scales from left to right, a curve for each construction."""
     scales = [scale for scale in _each(rows, "scale") if scale <= DRAWN_SCALES]
-    figure = Figure(figsize=(1 + 2 * len(scales), 3.2), layout="constrained")
+    figure = Figure(figsize=(1 + 1.6 * len(scales), 3), layout="constrained")
     panels = figure.subplots(1, len(scales), sharey=True)
     for axes, scale in zip(panels, scales, strict=True):
         for construction in _each(rows, "construction"):
@@ -104,9 +104,7 @@ def _sharpness_table(rows: Rows) -> str:
     lines = []
     for scale in _each(rows, "scale"):
         cells = [found[scale, *column] for column in columns]
-        lines.append(
-            [f"{scale:g}", f"{cells[0]['largest_weight']:.3f}", *(_relative(c) for c in cells)]
-        )
+        lines.append([f"{scale:g}", f"{cells[0]['largest_weight']:.3f}", *(_relative(c) for c in cells)])
     return _table(["scale", "largest weight", *(f"{name}, D = {count}" for name, count in columns)], lines)
 
 
@@ -141,17 +139,19 @@ def _parallel_table(rows: Rows) -> str:
         [f"{row['length']:,}", f"{row['sent'] / 1024:,.1f}", f"{row['keys_and_values'] / 1024:,.0f}"]
         for row in chosen
     ]
-    return _table(["tokens", f"KiB that each of {most} ranks hands over", "KiB of its keys and values"], lines)
+    return _table(["tokens", f"KiB that each of {most} ranks hands over", "KiB of its keys, values"], lines)
 
 
 def _minilm_table() -> str:
     lines = []
     for name, mode in (("minilm", "all keys by features"), ("minilm_window", "window of ±16")):
-        rows = _read(ROOT / "results" / f"{name}.json")
+        path = ROOT / "results" / f"{name}.json"
+        rows, options = _read(path), json.loads(path.read_text(encoding="utf-8"))["options"]
+        trained = f", {' + '.join(map(str, options['steps']))} steps of {options['batch']} texts"
         for stage in _each(rows, "stage"):
             if stage != "original":
                 scores = [f"{r[k]:.3f}" for r in rows if r["stage"] == stage for k in ("cosine", "spearman")]
-                lines.append([mode, stage, *scores])
+                lines.append([mode, stage + trained * (stage == "distilled"), *scores])
     corpora = ("reviews", "papers")
     return _table(
         ["attention", "stage", *(f"{c}, {k}" for c in corpora for k in ("cosine", "rank correlation"))], lines

@@ -1,7 +1,7 @@
 """Links of a page to files of the repository outside docs/: the files come along with the site.
 
-``[the file](../benchmarks/results/cpu.json)`` works in a checkout as it is; on the site it leads to a copy under
-``repository/``.
+``[the file](../benchmarks/results/cpu.json)`` works in a checkout as it is; on the site it leads to a copy
+under ``repository/``.
 """
 
 import re

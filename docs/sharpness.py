@@ -1,7 +1,7 @@
 """How the error grows with the logit scale: the curves of docs/choosing.md.
 
-Q, K and V are standard normal, d = 64, the tokens of Q and K are normalised as by pre-SBN, so that a logit is the
-scale times a cosine. Writes docs/figures/sharpness.json in about a minute.
+Q, K and V are standard normal, d = 64, the tokens of Q and K are normalised as by pre-SBN, so that a logit is
+the scale times a cosine. Writes docs/figures/sharpness.json in about a minute.
 
     python docs/sharpness.py
 """

@@ -7,7 +7,7 @@ byte takes when so many have been read already. Writes results/charlm.json.
 
     python examples/charlm.py --data data --context 8192 --steps 2000
     python examples/charlm.py --data data --attention schoenbat sdpa --window 64 --context 65536 --batch 1
-    torchrun --nproc-per-node 8 examples/charlm.py --data data --context 32768
+    torchrun --nproc-per-node 8 examples/charlm.py --data data --context 32768 --strategy fsdp
     python examples/charlm.py --data data --context 256 --steps 20 --width 64 --layers 2     # a CPU, a minute
 
 Positions are rotary, put on queries and keys before the attention: a learned table of 65,536 rows would have
@@ -33,12 +33,13 @@ import torch
 from lightning.fabric import Fabric
 from rich.progress import Progress
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from schoenbat import SchoenbAt
 from schoenbat.data.parquet import read_columns
 from schoenbat.report.results import write_results
-from schoenbat.training.processes import make_fabric
+from schoenbat.training.processes import STRATEGIES, is_sharded, launch, make_fabric
 
 VOCABULARY = 256
 HELD_OUT_PAPERS = 0.05
@@ -81,6 +82,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--learning-rate", type=float, default=1e-3, help="(default: %(default)s)")
     add("--evaluation-crops", type=int, default=32, help="held-out crops (default: %(default)s)")
     add("--generate", type=int, default=32, help="bytes timed at each position (default: %(default)s)")
+    add(
+        "--strategy",
+        choices=STRATEGIES,
+        default="auto",
+        help="of several processes, under torchrun: %(choices)s",
+    )
     add("--precision", default="bf16-mixed" if torch.cuda.is_available() else "32-true")
     add("--seed", type=int, default=0)
     add("--out", type=Path, default=Path("results/charlm.json"))
@@ -167,7 +174,7 @@ class CharLM(nn.Module):
     def __init__(self, attention: Callable[[], nn.Module], width: int, layers: int, heads: int) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, width)
-        self.blocks = nn.ModuleList(Block(attention(), width, heads) for _ in range(layers))
+        self.layers = nn.ModuleList(Block(attention(), width, heads) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY)
         nn.init.normal_(self.embed.weight, std=0.02)
 
@@ -179,7 +186,7 @@ class CharLM(nn.Module):
     ) -> tuple[Tensor, list[Any]]:
         """`forward` for bytes that follow `start` others, of which `states` remember what is needed."""
         x, after = self.embed(tokens), []
-        for block, state in zip(self.blocks, states or len(self.blocks) * [None], strict=True):
+        for block, state in zip(self.layers, states or len(self.layers) * [None], strict=True):
             x, state = block(x, state, start, decode)
             after.append(state)
         return self.head(self.norm(x)), after
@@ -212,15 +219,16 @@ def train(
     fabric: Fabric, model: CharLM, stream: Tensor, options: argparse.Namespace
 ) -> tuple[Any, float, float]:
     """The trained model (as Fabric wraps it), bits per byte of the last tenth, and bytes a second."""
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, betas=(0.9, 0.95))
+    wrapped = fabric.setup_module(model)
+    of_parts = torch.optim.AdamW(wrapped.parameters(), lr=options.learning_rate, betas=(0.9, 0.95))
+    optimizer: Any = fabric.setup_optimizers(of_parts)
     warmup = max(1, options.steps // 20)
 
     def share(step: int) -> float:
         falling = 0.55 + 0.45 * math.cos(math.pi * step / options.steps)
         return min((step + 1) / warmup, falling)
 
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share)
-    wrapped, optimizer = fabric.setup(model, optimizer)
+    schedule = torch.optim.lr_scheduler.LambdaLR(of_parts, share)
     generator = torch.Generator().manual_seed(options.seed + 1 + fabric.global_rank)
     losses, seconds = [], []
     with Progress(disable=fabric.global_rank > 0, transient=True) as progress:
@@ -248,13 +256,27 @@ def evaluate(fabric: Fabric, model: Any, stream: Tensor, options: argparse.Names
     """Bits per byte of crops at even distances, a part of them on each process."""
     model.eval()
     last = len(stream) - options.context - 1
-    starts = torch.linspace(0, last, options.evaluation_crops).long()[fabric.global_rank :: fabric.world_size]
+    starts = torch.linspace(0, last, options.evaluation_crops).long()
     total = torch.zeros(2, device=fabric.device, dtype=torch.float64)
-    for start in starts:
+    for first in range(0, len(starts), fabric.world_size):
+        # A process that has none left calls as well: the others may need its part of the weights.
+        number = first + fabric.global_rank
+        start = starts[min(number, len(starts) - 1)]
         inputs, targets = (x.to(fabric.device) for x in crops(stream, start[None], options.context))
-        total += torch.stack([bits(model(inputs), targets).double(), total.new_ones(())])
+        result = torch.stack([bits(model(inputs), targets).double(), total.new_ones(())])
+        total += result * (number < len(starts))
     total = fabric.all_reduce(total, reduce_op="sum")
     return float(total[0] / total[1])
+
+
+def joined(sharded: CharLM, whole: CharLM) -> CharLM:
+    """The whole model in every process: each generates on its own."""
+    state = {
+        name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        for name, tensor in sharded.state_dict().items()
+    }
+    whole.load_state_dict(state, assign=True)
+    return whole
 
 
 @torch.no_grad()
@@ -297,6 +319,8 @@ def measure(
     wrapped, in_training, speed = train(fabric, model, streams[0], options)
     memory = torch.cuda.max_memory_allocated(fabric.device) if on_gpu else None
     held_out = evaluate(fabric, wrapped, streams[1], options)
+    if is_sharded(fabric):
+        model = joined(model, build(name, options))
     generation = time_generation(fabric, model, streams[1], options)
     row = CharLMRow(name, parameters, held_out, in_training, speed, memory, generation)
     fabric.print(
@@ -318,8 +342,9 @@ def check(options: argparse.Namespace, streams: tuple[Tensor, Tensor]) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     options = parse_arguments(arguments)
-    fabric = make_fabric("cuda" if torch.cuda.is_available() else "cpu", 1, "auto", options.precision)
-    fabric.launch()
+    accelerator = "cuda" if torch.cuda.is_available() else "cpu"
+    fabric = make_fabric(accelerator, 1, options.strategy, options.precision)
+    launch(fabric)
     streams = read_streams(options.data, options.corpus, options.seed)
     check(options, streams)
     fabric.print(f"{len(streams[0]):,} bytes to train on, {len(streams[1]):,} held out")

@@ -1,8 +1,8 @@
 """Look at every built page in a real browser: ``python tests/check_site.py`` after ``make docs``.
 
-Serves site/ on this machine and opens each page in headless Chromium. What it reports, and fails on: links and
-anchors that lead nowhere, images that do not load, requests that fail or leave the machine, errors on the
-console. External links are counted, not followed. Needs Debian's packages chromium and chromium-driver.
+Serves site/ on this machine and opens each page in headless Chromium. What it reports, and fails on: links
+and anchors that lead nowhere, images that do not load, requests that fail or leave the machine, errors on
+the console. External links are counted, not followed. Needs Debian's packages chromium and chromium-driver.
 
     python tests/check_site.py --screenshots out/site
 """
@@ -14,19 +14,23 @@ import os
 import shutil
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import unquote, urldefrag, urlsplit
 
 from rich.progress import track
-from selenium import webdriver
-from selenium.common.exceptions import TimeoutException
-from selenium.webdriver.chrome.service import Service
-from selenium.webdriver.support.wait import WebDriverWait
+
+if TYPE_CHECKING:
+    from selenium.webdriver import Chrome
 
 ROOT = Path(__file__).parents[1]
+WIDTH, HEIGHT = 1300, 1000
+CHROME = 150  # pixels that a window takes beside its page
+PATIENCE = 20.0  # seconds
 # Links as the browser resolves them; images that are hidden count too, so none may wait to be scrolled to.
 LOOK = """
 for (const image of document.images) image.loading = "eager";
@@ -69,14 +73,17 @@ def serve(folder: Path) -> Iterator[str]:
 
 
 @contextmanager
-def browse() -> Iterator[webdriver.Chrome]:
+def browse() -> "Iterator[Chrome]":
     """Headless Chromium, by its own driver."""
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
     chromium, driver = (shutil.which(name) for name in ("chromium", "chromedriver"))
     if chromium is None or driver is None:
         sys.exit("a browser is missing; install it: apt-get install chromium chromium-driver")
     options = webdriver.ChromeOptions()
     options.binary_location = chromium
-    for argument in ("--headless=new", "--disable-dev-shm-usage", "--window-size=1300,1000"):
+    for argument in ("--headless=new", "--disable-dev-shm-usage", f"--window-size={WIDTH},{HEIGHT}"):
         options.add_argument(argument)
     if os.geteuid() == 0:  # as root, as in a container, Chromium refuses to start with its sandbox
         options.add_argument("--no-sandbox")
@@ -88,11 +95,12 @@ def browse() -> Iterator[webdriver.Chrome]:
         browser.quit()
 
 
-def look(browser: webdriver.Chrome, address: str, home: str) -> Page:
+def look(browser: "Chrome", address: str, home: str) -> Page:
     """Open a page and wait until all of it is there."""
     browser.get(address)
     browser.execute_script(LOOK)
-    WebDriverWait(browser, 20).until(lambda b: b.execute_script(LOADED))
+    if not _wait_for(browser, LOADED):
+        return Page(address, frozenset(), frozenset(), ("does not finish loading",))
     seen = browser.execute_script(LOOK)
     problems = [f"image does not load: {image}" for image in seen["unloaded"]]
     problems += [
@@ -124,14 +132,28 @@ def broken_links(pages: dict[str, Page], site: Path, home: str) -> Iterator[tupl
                 yield page.address, f"no such anchor: {link}"
 
 
-def search_finds(browser: webdriver.Chrome, home: str, word: str) -> bool:
+def search_finds(browser: "Chrome", home: str, word: str) -> bool:
     """Whether the site's own search answers; it runs in a worker, on an index that is fetched."""
     browser.get(f"{home}?q={word}")
-    found = "return document.querySelectorAll('.md-search-result__item').length > 0"
-    try:
-        return bool(WebDriverWait(browser, 20).until(lambda b: b.execute_script(found)))
-    except TimeoutException:
-        return False
+    return _wait_for(browser, "return document.querySelectorAll('.md-search-result__item').length > 0")
+
+
+def take_screenshot(browser: "Chrome", path: Path) -> None:
+    """All of a page, not only what fits a window."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    height = browser.execute_script("return document.documentElement.scrollHeight")
+    browser.set_window_size(WIDTH, height + CHROME)
+    browser.save_screenshot(str(path))
+    browser.set_window_size(WIDTH, HEIGHT)
+
+
+def _wait_for(browser: "Chrome", condition: str) -> bool:
+    ends = time.monotonic() + PATIENCE
+    while time.monotonic() < ends:
+        if browser.execute_script(condition):
+            return True
+        time.sleep(0.05)
+    return False
 
 
 def main() -> None:
@@ -150,8 +172,7 @@ def main() -> None:
         for address in track(addresses, "pages", transient=True):
             pages[address] = look(browser, address, home)
             if options.screenshots:
-                options.screenshots.mkdir(parents=True, exist_ok=True)
-                browser.save_screenshot(options.screenshots / f"{Path(urlsplit(address).path).stem}.png")
+                take_screenshot(browser, options.screenshots / f"{Path(urlsplit(address).path).stem}.png")
         problems = [(page.address, problem) for page in pages.values() for problem in page.problems]
         problems += broken_links(pages, options.site, home)
         if not search_finds(browser, home, "calibrate"):

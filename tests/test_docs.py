@@ -1,4 +1,4 @@
-"""The pages say what is so: code runs, commands parse, tables are those of the results, every name is there."""
+"""The pages say what is so: code runs, commands parse, tables are the results', every name is there."""
 
 import importlib.util
 import re
@@ -11,13 +11,15 @@ import torch
 from typer.main import get_command
 
 import schoenbat
+from schoenbat import data
 from schoenbat.cli import app
+from schoenbat.data import listops
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^(?:<!-- needs (.+) -->\n)?```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # What a block may ask for by a comment before it, and whether it is there.
-NEEDS = {"a GPU": torch.cuda.is_available(), "prepared data": False}
+NEEDS = {"a GPU": torch.cuda.is_available(), "prepared data": True}
 
 
 @dataclass(frozen=True)
@@ -63,8 +65,16 @@ def test_code_that_needs_more_runs_where_it_can(block, tmp_path, monkeypatch):
     if not NEEDS[block.need]:
         pytest.skip(f"needs {block.need}")
     monkeypatch.chdir(tmp_path)
+    if block.need == "prepared data":
+        prepare_a_little(monkeypatch)
     before = [b for b in PYTHON[block.page] if b.line <= block.line]
     run([b for b in before if b.need in (None, block.need)])
+
+
+def prepare_a_little(monkeypatch):
+    monkeypatch.setattr(listops, "TRAIN_SIZE", 40)
+    monkeypatch.setattr(listops, "VALIDATION_SIZE", 2)
+    data.prepare("listops", "data", test_size=2)
 
 
 def commands_of(page):
@@ -107,7 +117,6 @@ def test_tables_are_those_of_the_results():
 
 
 def test_every_public_name_is_in_the_reference():
-    from schoenbat import data
     from schoenbat.integrations import huggingface
 
     listed = set(re.findall(r"^::: (.+)$", (ROOT / "docs" / "api.md").read_text("utf-8"), re.MULTILINE))

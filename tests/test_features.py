@@ -494,7 +494,37 @@ def test_loading_keeps_the_parameters_an_optimizer_holds():
     other.load_state_dict(features.state_dict())
     assert all(held[name] is parameter for name, parameter in other.named_parameters())
     other(torch.randn(4, 8)).square().sum().backward()
-    assert all(p.grad.shape == p.shape for p in held.values() if p.numel())
+    assert all(p.grad.shape == p.shape for p in held.values())
+
+
+def test_blocks_without_directions_are_no_parameters_but_saved_and_loaded():
+    """A saved map has all blocks, whichever of them the one that loads it was drawn with."""
+    maps = (MaclaurinFeatures(4, 4, construction="paper", trainable=True, seed=s) for s in range(100))
+    with_tail, without = (
+        next(m for m in maps if bool(m.tail.numel()) == has_tail) for has_tail in (True, False)
+    )
+    assert isinstance(with_tail.tail, nn.Parameter)
+    assert not isinstance(without.tail, nn.Parameter)
+    x, states = torch.randn(5, 4), [saved_and_loaded(m) for m in (with_tail, without)]
+    outputs = [m(x).detach() for m in (with_tail, without)]
+    for features in (with_tail, without):
+        for state, expected in zip(states, outputs, strict=True):
+            assert set(state) == {"linear", "quadratic", "tail", "gains", "feature_weights", "degree_table"}
+            features.load_state_dict(state)
+            assert torch.equal(features(x), expected)
+            assert all(p.numel() and p.requires_grad for p in features.parameters())
+
+
+def test_a_state_saved_with_empty_parameters_loads():
+    features, other = (MaclaurinFeatures(8, 30, trainable=True, seed=seed) for seed in (0, 1))
+    state = {
+        name: nn.Parameter(t, False) if t.is_floating_point() else t
+        for name, t in features.state_dict().items()
+    }
+    assert any(isinstance(t, nn.Parameter) and not t.numel() for t in state.values())
+    other.load_state_dict(state)
+    assert state_equal(other, features)
+    assert all(p.numel() for p in other.parameters())
 
 
 def test_loading_a_map_of_another_width_or_number_of_features_is_an_error():
@@ -512,8 +542,10 @@ def test_everything_a_map_needs_is_in_its_state_dict(options):
     features = MaclaurinFeatures(8, 30, seed=0, **options)
     names = {name for name, _ in (*features.named_buffers(), *features.named_parameters())}
     assert names == set(features.state_dict())
-    trainable = {"linear", "quadratic", "tail", "gains"} if options["trainable"] else set()
-    assert {name for name, _ in features.named_parameters()} == trainable
+    trained = {name for name in ("linear", "quadratic", "tail", "gains") if options["trainable"]}
+    assert {name for name, _ in features.named_parameters()} == {
+        name for name in trained if getattr(features, name).numel()
+    }
     if options["trainable"]:
         maps = options["num_heads"] or 1
         assert features.gains.shape == (maps, max(features.degrees) + 1)
@@ -592,7 +624,7 @@ def test_gradients_in_float64(options, expression):
     series = from_expression(expression)
     options = {"kernel": series, "scale": 1.2, "seed": 1, "dtype": torch.float64, **options}
     features = trained(MaclaurinFeatures(3, 14, **options))
-    parameters = {name: p for name, p in features.named_parameters() if p.numel()}
+    parameters = dict(features.named_parameters())
     x = torch.randn(3, 2, 3, dtype=torch.float64, requires_grad=True)
 
     def call(x, *values):
@@ -626,7 +658,7 @@ def test_a_gain_of_zero_has_finite_gradients(construction):
     x = torch.randn(5, 4, requires_grad=True)
     features(x).square().sum().backward()
     assert x.grad.isfinite().all()
-    assert all(p.grad.isfinite().all() for p in features.parameters() if p.numel())
+    assert all(p.grad.isfinite().all() for p in features.parameters())
 
 
 def test_a_trainable_map_learns_and_a_fixed_one_has_no_parameters():

@@ -368,16 +368,13 @@ def in_a_mesh(rank: int) -> dict[str, dict[str, Tensor]]:
         found[name] = {
             name: getattr(parameter.grad, "full_tensor", lambda parameter=parameter: parameter.grad)()
             for name, parameter in model.named_parameters()
-            if parameter.numel()
         }
     return found
 
 
 def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    # FSDP2 cannot split what is empty: blocks of the map without directions.
-    empty = {parameter.requires_grad_(False) for parameter in model.parameters() if not parameter.numel()}
-    fully_shard(model.attention, mesh=mesh, ignored_params=empty)
-    return fully_shard(model, mesh=mesh, ignored_params=empty)
+    fully_shard(model.attention, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 
 
 def tagger_input() -> Tensor:

@@ -17,6 +17,7 @@ from schoenbat.options import MOST, check_count, check_dtype, check_seed
 from schoenbat.precision import refuse_half
 
 _MAPS = ("linear", "quadratic", "tail")
+_TRAINED = (*_MAPS, "gains")
 
 
 class MaclaurinFeatures(nn.Module):
@@ -142,7 +143,12 @@ class MaclaurinFeatures(nn.Module):
         old = getattr(self, name)
         # Contiguous, as a loaded map is: other strides would be rounded differently.
         tensor = tensor.to(device=old.device, dtype=old.dtype).contiguous()
-        if isinstance(old, nn.Parameter):
+        # A block without directions has nothing to train, and FSDP2 cannot split an empty parameter.
+        is_parameter = self.trainable and name in _TRAINED and tensor.numel() > 0
+        if is_parameter != isinstance(old, nn.Parameter):
+            delattr(self, name)
+            self._hold(name, tensor, is_parameter)
+        elif is_parameter:
             old.data = tensor  # the same Parameter: an optimizer that holds it keeps it
         else:
             setattr(self, name, tensor)
@@ -262,7 +268,7 @@ class MaclaurinFeatures(nn.Module):
         self, state_dict: Mapping[str, Any], prefix: str, *rest: Any, **named: Any
     ) -> None:
         """Take the sizes of the saved map, which may have been drawn with other degrees."""
-        for name in (*_MAPS, "gains"):
+        for name in _TRAINED:
             saved, own = state_dict.get(prefix + name), getattr(self, name)
             if saved is not None and own is not None and saved.shape[:-1] == own.shape[:-1]:
                 self._replace(name, own.new_empty(saved.shape))

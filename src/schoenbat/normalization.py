@@ -223,5 +223,8 @@ class PostSBN(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             dtype = torch.promote_types(x.dtype, torch.float32)
             a, gamma, beta = x.to(dtype), self.gamma.to(dtype)[:, None], self.beta.to(dtype).abs()[:, None]
-            size = torch.hypot(a, a.new_full((), self.epsilon))  # whose square may not fit
+            if torch.onnx.is_in_onnx_export():  # which knows no hypot
+                size = (a.square() + self.epsilon**2).sqrt()
+            else:
+                size = torch.hypot(a, a.new_full((), self.epsilon))  # whose square may not fit
             return (gamma * a * size.pow(beta - 1)).to(x.dtype)

@@ -125,6 +125,8 @@ def expected_module(case: Module, module: SchoenbAt, tensors: tuple[Tensor, ...]
     around = torch.stack([(powered(out + sign * error, *parameters) - after).abs() for sign in (-1, 1)])
     rounding = 16 * torch.finfo(dtype).eps * after.abs() + torch.finfo(dtype).tiny
     error = torch.where(error.isfinite(), around.amax(0) + rounding, math.inf)
+    # What the power takes beyond the range is infinite, as in every other elementwise function.
+    error = torch.where(after.abs() + error > torch.finfo(dtype).max, math.inf, error)
     largest = torch.finfo(dtype).max / 1e3
     return Expected(after, error, expected.overflows or bool((after.abs() > largest).any()))
 

@@ -43,6 +43,17 @@ def test_matches_reference(construction, is_causal, lengths, masked):
         assert_matches_reference(query, key, value, features, key_mask=mask, is_causal=is_causal)
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("implementation", ["reference", "eager"])
+def test_without_queries_keys_of_infinite_features_have_no_gradient(is_causal, implementation):
+    query, key, value = (torch.full((1, 2, n, 1), 1e30, requires_grad=True) for n in (0, 3, 3))
+    features = MaclaurinFeatures(1, 16, "inv", scale=0.9, construction="unbiased", seed=0)
+    out = rmfa(query, key, value, features, is_causal=is_causal, implementation=implementation)
+    assert out.shape == (1, 2, 0, 1)
+    for grad in torch.autograd.grad(out.sum(), [key, value]):
+        assert not grad.any()
+
+
 @pytest.mark.parametrize("construction", CONSTRUCTIONS)
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("num_heads", [None, 2])

@@ -43,7 +43,7 @@ def assert_matches_reference(tensors, features, width, rtol=1e-9, **options):
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(
-    ("length", "width"), [(1, 0), (7, 2), (64, 0), (150, 5), (200, 70), (130, 129), (9, 50)]
+    ("length", "width"), [(0, 3), (1, 0), (7, 2), (64, 0), (150, 5), (200, 70), (130, 129), (9, 50)]
 )
 def test_matches_reference(length, width, is_causal, masked):
     features = make_map("unbiased" if length % 2 else "exact-low", trainable=True)

@@ -76,6 +76,8 @@ def attend(
     With `unit_rows`, queries and keys are normalised first, inside the kernels where they can do it.
     """
     chosen = choose(implementation, _obstacle(query, value, feature_map), query)
+    if not query.shape[-2]:
+        return reference.of_no_query(query, key, value)
     if chosen == "triton" and not is_causal:
         return _attend_fused(query, key, value, mask, feature_map, query_scale, unit_rows)
     if unit_rows is not None:

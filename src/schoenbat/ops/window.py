@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from schoenbat.ops.blocks import FeatureMap, inner, monomials, weigh
 from schoenbat.ops.denominator import guard
+from schoenbat.ops.reference import of_no_query
 
 _BLOCK = 64  # C
 # A logit that stands for no key: as a float32 it can still be subtracted from any other.
@@ -72,6 +73,8 @@ def reference(
     window: Window,
 ) -> Tensor:
     """The specification: dense, in any dtype."""
+    if not query.shape[-2]:
+        return of_no_query(query, key, value)
     query, key = query * query_scale, key * feature_map.key_scale
     if mask is not None:  # 0 · NaN would let a masked key through
         key, value = torch.where(mask, key, 0.0), torch.where(mask, value, 0.0)
@@ -116,7 +119,7 @@ def attend(
     `before` holds keys that stand before all of `key`, far ones to every query.
     """
     if not query.shape[-2]:
-        return query.new_zeros(*query.shape[:-1], value.shape[-1])
+        return of_no_query(query, key, value)
     dtype = feature_map.weight.dtype
     x = query.to(dtype) * query_scale
     key, value = key.to(dtype) * feature_map.key_scale, value.to(dtype)

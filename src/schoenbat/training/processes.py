@@ -103,10 +103,8 @@ def _shard(model: Any, mesh: Any) -> nn.Module:
     """FSDP2: weights are put together layer by layer, as they are needed."""
     from torch.distributed.fsdp import fully_shard
 
-    # Some maps have blocks without directions; FSDP2 cannot split what is empty.
-    empty = {parameter.requires_grad_(False) for parameter in model.parameters() if not parameter.numel()}
     for part in (*model.layers, model):
-        fully_shard(part, mesh=mesh["data_parallel"], ignored_params=empty)
+        fully_shard(part, mesh=mesh["data_parallel"])
     return model
 
 

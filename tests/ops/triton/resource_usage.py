@@ -15,7 +15,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from schoenbat.ops.triton import bidirectional, causal, decode
+from schoenbat.ops.triton import (
+    bidirectional,
+    bidirectional_sums,
+    causal,
+    causal_keys,
+    causal_sums,
+    decode,
+)
 from schoenbat.ops.triton.launch import Tiles, tiles_for
 from schoenbat.ops.triton.launch_causal import tiles_for as causal_tiles_for
 from schoenbat.ops.triton.launch_causal import tiles_of_keys
@@ -49,7 +56,7 @@ def signature(kernel, constants, dtype):
             types[name] = "constexpr"
             continue
         if name.startswith("p_"):
-            partial = kernel in (bidirectional.summarize, causal.accumulate)
+            partial = kernel in (bidirectional_sums.summarize, causal_sums.accumulate)
             rows = name in ROWS or (name in {"p_sums", "p_dsums"} and not partial)
             types[name] = (
                 "*i32" if name in TABLES else "*u8" if name == "p_mask" else f"*{dtype if rows else 'fp32'}"
@@ -108,14 +115,16 @@ def attention_cases():
         if dtype == torch.float32 and width != 64:
             continue
         tiles = tiles_for(dtype, width, width, quadratic)
-        for name in ("summarize", "read", "read_backward", "key_backward"):
+        yield bidirectional_sums, "summarize", dtype, width, quadratic, tiles
+        for name in ("read", "read_backward", "key_backward"):
             yield bidirectional, name, dtype, width, quadratic, tiles
         if dtype == torch.float32:
             continue
         tiles = causal_tiles_for(dtype, width, width, quadratic)
-        for name in ("accumulate", "read", "query_backward"):
+        yield causal_sums, "accumulate", dtype, width, quadratic, tiles
+        for name in ("read", "query_backward"):
             yield causal, name, dtype, width, quadratic, tiles
-        yield causal, "key_backward", dtype, width, quadratic, tiles_of_keys(tiles)
+        yield causal_keys, "key_backward", dtype, width, quadratic, tiles_of_keys(tiles)
 
 
 def main():
@@ -123,7 +132,7 @@ def main():
     for module, name, dtype, width, quadratic, tiles in attention_cases():
         form = module.__name__.rpartition(".")[-1]
         case = {"kernel": f"{form}.{name}", "dtype": str(dtype), "width": width, "quadratic": quadratic}
-        parts = (1 if quadratic and width <= 64 else 4) + (module is causal)
+        parts = (1 if quadratic and width <= 64 else 4) + form.startswith("causal")
         constants = constants_for(width, quadratic, tiles, parts)
         found.append(case | usage(getattr(module, name), constants, dtype, tiles))
     for quadratic, rows in itertools.product((True, False), (2, 16)):

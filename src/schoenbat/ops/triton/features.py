@@ -146,3 +146,11 @@ def evaluate_backward(
 def _spread(b_grad, b_w, PRECISION: tl.constexpr):
     """The gradient of the rows from that of their projections on b_w."""
     return tl.dot(b_grad.to(b_w.dtype), tl.trans(b_w), input_precision=PRECISION)
+
+
+@triton.jit
+def linear_scores(b_a, b_b, p_linear, scale, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr):
+    """What identity features add to the scores of two tiles."""
+    b_root = tl.load(p_linear + tl.arange(0, BLOCK_D))
+    b_a = (b_a.to(tl.float32) * (b_root * b_root * scale)[None, :]).to(b_a.dtype)
+    return tl.dot(b_a, tl.trans(b_b), input_precision=PRECISION)

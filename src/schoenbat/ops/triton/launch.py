@@ -11,7 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
-from schoenbat.ops.triton import bidirectional
+from schoenbat.ops.triton import bidirectional, bidirectional_sums
 from schoenbat.ops.triton.plan import Plan
 
 # Two programs at a time for each of a large GPU's 132 multiprocessors; of two warps, twice as many fit.
@@ -202,7 +202,7 @@ def _summary(
     heads = key.shape[0] * key.shape[1]
     summary = _empty_summary(heads, shape, plan, key)
     rows = min(SUM_ROWS, triton.next_power_of_2(max(16, plan.num_features)))
-    bidirectional.finish[(heads, max(1, triton.cdiv(plan.num_features, rows)))](
+    bidirectional_sums.finish[(heads, max(1, triton.cdiv(plan.num_features, rows)))](
         *(*parts, _count(key, mask), *summary, key.shape[-2], parts[0].shape[0] // heads, plan.num_features),
         HEADS=key.shape[1],
         HAS_MASK=mask is not None,
@@ -231,7 +231,7 @@ def _summary_backward(
     heads = shape.batch * shape.heads
     to_summary = _empty_summary(heads, shape, plan, query)
     rows = min(SUM_ROWS, triton.next_power_of_2(max(16, plan.num_features)))
-    bidirectional.finish_backward[(heads, shape.block_v // 16)](
+    bidirectional_sums.finish_backward[(heads, shape.block_v // 16)](
         *(*parts, _count(key, mask), totals, *to_summary),
         *(key.shape[-2], parts[0].shape[0] // heads, plan.num_features),
         HEADS=shape.heads,
@@ -272,7 +272,7 @@ def _summarize(
     splits, tiles_each = split(_row_tiles(x, tiles), batch * heads * groups, tiles)
     shapes = summary_shapes(shape, plan)
     sums = [x.new_empty(batch * heads * splits, *s, dtype=torch.float32) for s in shapes]
-    bidirectional.summarize[(groups * splits * batch * heads,)](
+    bidirectional_sums.summarize[(groups * splits * batch * heads,)](
         *(x, rows, flat(mask, x), x if query_scale is None else query_scale, *(by_row or (x, x, x)), *sums),
         *(*x.stride()[:3], *rows.stride()[:3], n, tiles_each, splits, key_scale),
         *(unit.eps, *map_arguments(plan)),

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from schoenbat.ops.triton import causal
+from schoenbat.ops.triton import causal, causal_keys, causal_sums
 from schoenbat.ops.triton.launch import (
     SUM_ROWS,
     Shape,
@@ -177,7 +177,7 @@ def attend_backward(
     dtype = q.dtype if shape.groups == 1 else torch.float32
     grad_key, grad_value = (q.new_empty(*q.shape[:2], *x.shape[2:], dtype=dtype) for x in (k, v))
     if k.numel():
-        causal.key_backward[axis.programs(axis.first_key, heads)](
+        causal_keys.key_backward[axis.programs(axis.first_key, heads)](
             *(q, k, v, flat(mask, k), query_scale, g, *by_row, *sums, grad_key, grad_value),
             *(*strides, *axis.from_tile(axis.first_key), key_scale, *map_arguments(plan)),
             **(shared | tiles_of_keys(axis.tiles).compilation),
@@ -205,7 +205,7 @@ def _sums(
         for i, size in enumerate(sum_shapes(heads, axis, shape, plan))
     ]
     parts = [x.new_empty(heads, *size, dtype=torch.float32) for size in _segment_sizes(axis, shape, plan)]
-    causal.accumulate[(program_parts * axis.segments * heads,)](
+    causal_sums.accumulate[(program_parts * axis.segments * heads,)](
         *(x, rows, flat(mask, x), x if query_scale is None else query_scale, *(by_row or (x, x, x, x))),
         *(*sums[:4], *parts, *x.stride()[:3], *rows.stride()[:3], x.shape[-2], first, axis.first_key),
         *(*axis.cut, key_scale, *map_arguments(plan)),
@@ -218,7 +218,7 @@ def _sums(
         **shape.constants(plan, axis.tiles),
     )
     rows_each = min(SUM_ROWS, triton.next_power_of_2(max(16, plan.num_features)))
-    causal.scan[(heads, max(1, triton.cdiv(plan.num_features, rows_each)))](
+    causal_sums.scan[(heads, max(1, triton.cdiv(plan.num_features, rows_each)))](
         *(*parts, *sums[4:], axis.first_key, *axis.cut, plan.num_features),
         AFTER=after,
         ROWS=rows_each,
