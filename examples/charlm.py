@@ -82,12 +82,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--learning-rate", type=float, default=1e-3, help="(default: %(default)s)")
     add("--evaluation-crops", type=int, default=32, help="held-out crops (default: %(default)s)")
     add("--generate", type=int, default=32, help="bytes timed at each position (default: %(default)s)")
-    add(
-        "--strategy",
-        choices=STRATEGIES,
-        default="auto",
-        help="of several processes, under torchrun: %(choices)s",
-    )
+    add("--strategy", choices=STRATEGIES, default="auto", help="of torchrun's processes; auto: ddp")
     add("--precision", default="bf16-mixed" if torch.cuda.is_available() else "32-true")
     add("--seed", type=int, default=0)
     add("--out", type=Path, default=Path("results/charlm.json"))

@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -59,6 +61,23 @@ def test_it_runs_and_learns(data, tmp_path, window):
         assert 0 < row["bits_per_byte"] < 0.7 * 8, "the bytes are those of few words"
         assert row["bytes_per_second"] > 0
         assert [each["position"] for each in row["generation"]] == [1, 16, 32, 48, 64]
+
+
+@pytest.mark.slow
+def test_processes_that_hold_all_or_a_part_of_the_weights_learn_the_same(data, tmp_path):
+    found = []
+    for strategy in ("ddp", "fsdp"):
+        out = tmp_path / f"{strategy}.json"
+        more = ["--steps", "10", "--evaluation-crops", "3", "--generate", "2", "--strategy", strategy]
+        run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(FILE)]
+        command = [sys.executable, *run, "--data", str(data), "--out", str(out), *TINY, *more]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads(out.read_text())["rows"])
+    for one, other in zip(*found, strict=True):
+        for name in ("attention", "parameters", "bits_per_byte", "train_bits_per_byte"):
+            assert one[name] == pytest.approx(other[name], rel=1e-4), name
+        assert len(other["generation"]) == 5
 
 
 def test_streams_hold_whole_texts_out(data):
