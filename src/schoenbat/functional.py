@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -111,34 +112,17 @@ def rmfa(
         >>> bool(error.abs().max() < 0.01)
         True
     """
+    options: dict[str, Any] = {
+        "is_causal": is_causal,
+        "scale": scale,
+        "enable_gqa": enable_gqa,
+        "implementation": implementation,
+    }
     if isinstance(query, Tensor) and query.is_nested:
         refuse_mask_beside_jagged(key_mask)
-
-        def attend_one(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor) -> Tensor:
-            return rmfa(
-                query,
-                key,
-                value,
-                features,
-                key_mask=key_mask,
-                is_causal=is_causal,
-                scale=scale,
-                enable_gqa=enable_gqa,
-                implementation=implementation,
-            )
-
-        return attend_jagged(attend_one, query, key, value)
-    return attend(
-        query,
-        key,
-        value,
-        features,
-        key_mask=key_mask,
-        is_causal=is_causal,
-        scale=scale,
-        enable_gqa=enable_gqa,
-        implementation=implementation,
-    )
+        padded = lambda q, k, v, mask: attend(q, k, v, features, key_mask=mask, **options)  # noqa: E731
+        return attend_jagged(padded, query, key, value)
+    return attend(query, key, value, features, key_mask=key_mask, **options)
 
 
 def attend(

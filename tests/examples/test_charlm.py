@@ -75,7 +75,7 @@ def test_processes_that_hold_all_or_a_part_of_the_weights_learn_the_same(data, t
         assert done.returncode == 0, done.stderr
         found.append(json.loads(out.read_text())["rows"])
     for one, other in zip(*found, strict=True):
-        for name in ("attention", "parameters", "bits_per_byte", "train_bits_per_byte"):
+        for name in ("parameters", "bits_per_byte", "train_bits_per_byte"):
             assert one[name] == pytest.approx(other[name], rel=1e-4), name
         assert len(other["generation"]) == 5
 

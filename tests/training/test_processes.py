@@ -121,10 +121,15 @@ def assert_same_end(first, second):
 
 
 def assert_close_end(first, second):
-    """Equal but for the rounding of sums over parts of a batch, which training carries on."""
+    """Equal but for the rounding of sums over parts of a batch, which training carries on.
+
+    Batch statistics take the biases of queries and keys out again: their gradients are rounding alone, of
+    which Adam makes steps, 4e-3 in all at most.
+    """
     expected = weights(second)
     for name, tensor in weights(first).items():
-        torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-5, msg=name)
+        atol = 1e-4 if name.endswith(("query_key_value.bias", "running_mean")) else 1e-5
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=atol, msg=name)
     for a, b in zip(read_log(first / LOG), read_log(second / LOG), strict=True):
         assert a == pytest.approx(b, rel=1e-6)
 
