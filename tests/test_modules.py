@@ -166,7 +166,10 @@ def test_a_gradient_reaches_every_parameter(is_causal, construction):
     module = make(construction=construction, trainable_features=True)
     module(*inputs(), is_causal=is_causal).square().sum().backward()
     names = {name for name, _ in module.named_parameters()}
-    assert {"rho", "post.gamma", "post.beta", "features.gains", "features.linear"} <= names
+    blocks = (name for name in ("linear", "quadratic", "tail") if getattr(module.features, name).numel())
+    directions = {f"features.{name}" for name in blocks}
+    assert directions
+    assert {"rho", "post.gamma", "post.beta", "features.gains"} | directions <= names
     for name, parameter in module.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.isfinite().all(), name
@@ -446,6 +449,31 @@ def test_autocast(is_causal, normalization):
     )
 
 
+def far_from_zero_under_autocast(call, reference):
+    """The error, as a share of the output, for rows whose mean hides what they differ in once rounded."""
+    q, k, v = inputs(dtype=torch.float32)
+    rows = q + 30, k + 30, v
+    with torch.no_grad():
+        expected = reference(*rows)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = call(*rows)
+    assert out.dtype == torch.bfloat16
+    return float((out.float() - expected).norm() / expected.norm())
+
+
+def test_autocast_normalises_rows_before_it_rounds_them():
+    module = make(scale=1.0, construction="exact-low", dtype=torch.float32).eval()
+    assert far_from_zero_under_autocast(module, module) < 4 * 2**-9
+    step = lambda *rows: module.step(*rows, None)[0]  # noqa: E731
+    assert far_from_zero_under_autocast(step, step) < 4 * 2**-9
+
+
+def test_a_compiled_module_normalises_rows_before_autocast_rounds_them():
+    module = make(scale=1.0, construction="exact-low", dtype=torch.float32).eval()
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    assert far_from_zero_under_autocast(compiled, module) < 4 * 2**-9
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_a_module_in_half_precision(dtype, is_causal):
@@ -570,6 +598,8 @@ def test_a_compiled_module_equals_the_eager_one_with_generated_code(is_causal):
         ({"construction": "random"}, "unknown construction 'random'; known: exact-low, unbiased, paper"),
         ({"kernel": "softmax"}, "softmax.*exp"),
         ({"num_features": 1}, "num_features"),
+        ({"num_key_heads": 3}, "4 query heads cannot share 3 key heads evenly; pass num_key_heads"),
+        ({"num_key_heads": 8}, "4 query heads cannot share 8 key heads evenly; pass num_key_heads"),
     ],
 )
 def test_bad_options_are_errors_that_name_the_problem(options, message):
@@ -596,6 +626,20 @@ def test_bad_inputs_are_errors_that_name_the_problem():
         module(q, k, v, key_mask=torch.ones(BATCH, LENGTH - 1, dtype=torch.bool))
     with pytest.raises(ValueError, match="shared"):
         make(normalization="batch")(q, k[:, :2], v[:, :2], enable_gqa=True)
+
+
+@pytest.mark.parametrize(
+    "options", [{"separate_maps": True}, {"center_keys": "learned"}, {"map_per_head": True}], ids=str
+)
+def test_what_is_kept_for_each_key_head_needs_to_know_how_many(options):
+    q, k, v = inputs(kv_heads=2)
+    module = make(**options)
+    for call in (lambda: module(q, k, v, enable_gqa=True), lambda: module.step(q, k, v, None)):
+        with pytest.raises(
+            ValueError, match=r"each of 4 key heads, got keys \(2, 2, 11, 8\); pass num_key_heads=2"
+        ):
+            call()
+    assert make(**options, num_key_heads=2)(q, k, v, enable_gqa=True).shape == q.shape
 
 
 def test_unbatched_inputs():
@@ -699,6 +743,32 @@ def test_separate_maps_without_a_window():
     torch.testing.assert_close(module(q, k, v), expected)
 
 
+@pytest.mark.parametrize("mask_rows", [BATCH, 1])
+def test_masked_keys_of_nan_reach_no_separate_map(mask_rows):
+    module, (q, k, v) = make(separate_maps=True), inputs()
+    mask = right_mask([LENGTH - 3] * mask_rows)
+    results = []
+    for poison in (0.0, torch.nan):
+        k[:, :, -3:] = poison
+        module.zero_grad()
+        out = module(q, k, v, key_mask=mask)
+        out.square().sum().backward()
+        results.append([out, *(parameter.grad for parameter in module.parameters())])
+    torch.testing.assert_close(results[1], results[0])
+
+
+@pytest.mark.parametrize("window", [None, 1])
+def test_masked_keys_of_nan_reach_no_separate_map_in_steps(window):
+    module, (q, k, v) = make(separate_maps=True, window=window), inputs()
+    mask = torch.arange(LENGTH).expand(BATCH, -1) > 2
+    k[:, :, :3] = torch.nan
+    first, state = module.step(q[:, :, :6], k[:, :, :6], v[:, :, :6], None, key_mask=mask[:, :6])
+    rest, _ = module.step(q[:, :, 6:], k[:, :, 6:], v[:, :, 6:], state)
+    (first.square().sum() + rest.square().sum()).backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in module.parameters())
+    assert module.key_map.grad.any()
+
+
 def test_a_windowed_module_is_saved_whole_and_runs_in_half_precision():
     module = make(**WINDOWED)
     other = SchoenbAt(WIDTH, HEADS, 40, **WINDOWED, dtype=torch.float64)
@@ -752,6 +822,53 @@ def test_calibration_looks_at_real_keys_only_and_at_shared_heads():
     assert module.features.quadratic.isfinite().all()
     with pytest.raises(ValueError, match=r"fixed at 0\.3 and cannot become 0\.5"):
         module.calibrate(q, k, v, key_mask=mask, target_scale=0.5)
+
+
+@pytest.mark.parametrize("options", [{}, {"separate_maps": True}], ids=str)
+@pytest.mark.parametrize("target", [0.45, 4 / 7, 0.9])
+def test_calibration_keeps_scales_below_a_finite_radius(target, options):
+    """Of 40 candidates up to twice the target some would be 1 and more; 7/4 of 4/7 rounds to 1 in float32."""
+    module = SchoenbAt(WIDTH, HEADS, 40, "inv", seed=0, post=False, **options)
+    q, k, v = inputs(dtype=torch.float32)
+    module.calibrate(q, k, v, target_scale=target)
+    assert all(parameter.isfinite().all() for parameter in module.parameters())
+    assert (module.scale < 1).all()
+    assert module(q, k, v).isfinite().all()
+    with pytest.raises(ValueError, match=r"below the radius 1 of the kernel 'inv', got \[1\.5"):
+        module.calibrate(q, k, v, target_scale=1.5)
+
+
+def test_calibration_never_chooses_what_gives_nan(monkeypatch):
+    module = SchoenbAt(WIDTH, HEADS, 40, normalization=None, seed=0, post=False)
+    q, k, v = inputs(dtype=torch.float32)
+    attend = module.attend
+
+    def nan_below_one(*rows, **options):
+        out = attend(*rows, **options)
+        return torch.where((module.scale < 1.0)[:, None, None], torch.nan, out)
+
+    monkeypatch.setattr(module, "attend", nan_below_one)
+    module.calibrate(q, k, v, target_scale=1.0)
+    assert (module.scale > 0.999).all()
+
+
+@pytest.mark.parametrize(
+    ("kernel", "bad"), [("inv", 1.0), ("inv", 1.5), ("exp", 0.0), ("exp", -1.0), ("exp", math.nan)]
+)
+def test_a_scale_that_cannot_be_reached_is_an_error(kernel, bad):
+    module = SchoenbAt(WIDTH, HEADS, 40, kernel)
+    with pytest.raises(ValueError, match=f"below the radius .* of the kernel '{kernel}', got"):
+        module.set_scale(torch.tensor([0.5, bad, 0.5, 0.5]))
+    assert not module.rho.any(), "nothing was set"
+    SchoenbAt(WIDTH, HEADS, 40, kernel, device="meta").set_scale(torch.full((HEADS,), 0.5, device="meta"))
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
+def test_a_weight_of_far_keys_that_cannot_be_reached_is_an_error(bad):
+    module = SchoenbAt(WIDTH, HEADS, 40, window=2)
+    with pytest.raises(ValueError, match="far keys must be positive and finite, got"):
+        module.set_far_weight(torch.tensor([1.0, bad, 1.0, 1.0]))
+    assert not module.far_rho.any(), "nothing was set"
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Packed sequences and jagged tensors against one call for each sequence, outputs and all gradients."""
 
+import re
 from functools import partial
 
 import pytest
@@ -177,3 +178,24 @@ def test_errors_name_the_problem():
         rmfa(nested, nested, nested, features, key_mask=torch.ones(2, 5, dtype=torch.bool))
     with pytest.raises(TypeError, match=r"key has torch\.strided"):
         rmfa(nested, query, query, features)
+
+
+@pytest.mark.parametrize("rows_of_value", [7, 9])
+def test_each_key_needs_its_value(rows_of_value):
+    features, query = make_map("exact-low"), packed((3, 5))
+    with pytest.raises(ValueError, match=f"key has 8 rows and value {rows_of_value}"):
+        rmfa_varlen(query, query, packed((rows_of_value,)), features, starts((3, 5)))
+
+
+@pytest.mark.parametrize("lengths", [(4, 4), (8,)])
+@pytest.mark.parametrize(
+    "attend",
+    [partial(rmfa, features=make_map("exact-low")), SchoenbAt(6, 4, 20, dtype=torch.float64)],
+    ids=["rmfa", "module"],
+)
+def test_jagged_values_of_other_lengths_than_the_keys_are_an_error(attend, lengths):
+    """As many rows in all, so that nothing else would notice."""
+    query = jagged(packed((5, 3)), (5, 3))
+    offsets = re.escape(f"offsets [0, 5, 8] and {starts(lengths).tolist()}")
+    with pytest.raises(ValueError, match=offsets):
+        attend(query, query, jagged(packed((5, 3)), lengths))

@@ -60,12 +60,13 @@ def fit_scale(attention: "SchoenbAt", call: "Call", target: float) -> None:
             "module with scale='learned' or the target's"
         )
     exact = call.exact(attention, target)
+    shares = [share for share in _SHARES if share * target < attention.kernel.radius]
     if attention.query_map is not None:
         identity = torch.eye(attention.query_map.shape[-1])
         query_map = attention.query_map
-        _choose(attention, call, exact, _SHARES, lambda s: query_map.copy_(s[:, None, None] * identity))
+        _choose(attention, call, exact, shares, lambda s: query_map.copy_(s[:, None, None] * identity))
     elif attention.window is None and attention.rho is not None:
-        _choose(attention, call, exact, _SHARES, lambda share: attention.set_scale(target * share))
+        _choose(attention, call, exact, shares, lambda share: attention.set_scale(target * share))
     if attention.window is not None:
         _choose(attention, call, exact, _WEIGHTS, attention.set_far_weight)
 
@@ -98,9 +99,14 @@ def _choose(
     candidates: Sequence[float],
     give: Callable[[Tensor], Any],
 ) -> None:
-    """`give` each head the candidate with which its output has the least square error."""
+    """`give` each head the candidate with which its output has the least square error.
+
+    Candidates stay in float64, where those below a radius are not rounded up to it.
+    """
+    among = torch.tensor(candidates, dtype=torch.float64)
     errors = []
-    for candidate in candidates:
-        give(torch.full((attention.num_heads,), candidate))
+    for candidate in among:
+        give(candidate.expand(attention.num_heads))
         errors.append((call.approximate(attention) - exact).square().sum((0, 2, 3)))
-    give(torch.tensor(candidates)[torch.stack(errors).argmin(0).cpu()])
+    # argmin takes a NaN for the least of all numbers.
+    give(among[torch.stack(errors).nan_to_num(nan=torch.inf, posinf=torch.inf).argmin(0).cpu()])

@@ -120,8 +120,11 @@ def rmfa(
     }
     if isinstance(query, Tensor) and query.is_nested:
         refuse_mask_beside_jagged(key_mask)
-        padded = lambda q, k, v, mask: attend(q, k, v, features, key_mask=mask, **options)  # noqa: E731
-        return attend_jagged(padded, query, key, value)
+
+        def attend_padded(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor) -> Tensor:
+            return attend(query, key, value, features, key_mask=key_mask, **options)
+
+        return attend_jagged(attend_padded, query, key, value)
     return attend(query, key, value, features, key_mask=key_mask, **options)
 
 

@@ -1,6 +1,5 @@
 """SchoenbAt, the attention module: pre-SBN, feature attention, post-SBN."""
 
-import copy
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -9,9 +8,10 @@ from torch import Tensor, nn
 
 from schoenbat import calibration, parallel
 from schoenbat.calibration import mean_row
+from schoenbat.collectives import WithProcessGroup, check_group
 from schoenbat.features import MaclaurinFeatures
 from schoenbat.functional import RMFAState, attend, rmfa, rmfa_step
-from schoenbat.inputs import check_tensors
+from schoenbat.inputs import arrange_mask, check_tensors
 from schoenbat.kernels import DotProductKernel
 from schoenbat.kernels import kernel as get_kernel
 from schoenbat.normalization import NORMALIZATIONS, PostSBN, PreSBN
@@ -32,7 +32,7 @@ SCALE_SPEED = 20.0
 State = RMFAState | RMFAWindowState
 
 
-class SchoenbAt(nn.Module):
+class SchoenbAt(WithProcessGroup):
     """Attention in linear time: pre-SBN, random Maclaurin feature attention, post-SBN.
 
     ``SchoenbAt(Q, K, V) = postSBN(RMFA(preSBN(Q), preSBN(K), V))``; a drop-in for scaled dot-product
@@ -83,8 +83,6 @@ class SchoenbAt(nn.Module):
         torch.Size([2, 4, 10, 8])
     """
 
-    process_group: "ProcessGroup | None" = None
-
     def __init__(
         self,
         head_dim: int,
@@ -123,6 +121,11 @@ class SchoenbAt(nn.Module):
         self.num_key_heads = check_count(
             "num_key_heads", num_heads if num_key_heads is None else num_key_heads
         )
+        if self.num_heads % self.num_key_heads:
+            raise ValueError(
+                f"{self.num_heads} query heads cannot share {self.num_key_heads} key heads evenly; pass "
+                "num_key_heads that divides num_heads"
+            )
         self.value_dim = check_count("value_dim", head_dim if value_dim is None else value_dim)
         self.always_causal = False
         self.kernel = get_kernel(kernel)
@@ -245,7 +248,7 @@ class SchoenbAt(nn.Module):
         self._refuse_leak(is_causal)
         self._check_group(None if self.query_norm is None else self.query_norm.mode)
         options: dict[str, Any] = {"key_mask": key_mask, "is_causal": is_causal, "enable_gqa": enable_gqa}
-        if (rows := self._unit_rows) is not None:
+        if (rows := self._unit_rows) is not None and not _autocast_rounds(query, key):
             out = attend(query, key, value, self.features, scale=self.scale, unit_rows=rows, **options)
         else:
             query, key = self._normalize(query, key, query_mask, key_mask)
@@ -268,7 +271,7 @@ class SchoenbAt(nn.Module):
         if self.process_group is not None:
             raise ValueError("a process_group splits dense sequences; pad jagged ones")
         self._refuse_leak(is_causal)
-        packed = from_jagged(query=query, key=key, value=value)
+        packed = from_jagged(query, key, value)
         q, k, v = (x.rows.transpose(0, 1)[None] for x in packed)  # (1, H, total, d)
         self._check(q, k, v)
         q, k = (x[0].transpose(0, 1) for x in self._normalize(q, k, None, None))
@@ -311,7 +314,7 @@ class SchoenbAt(nn.Module):
         if self.window is not None:
             options |= {"far_weight": self.far_weight, "far_maps": self._far_maps}
             return rmfa_window(query, key, value, self.features, self.window, **options)
-        query, key = self._map(query, key)
+        query, key = self._map(query, key, key_mask)
         if self.process_group is None:
             return rmfa(query, key, value, self.features, **options)
         return parallel.rmfa(query, key, value, self.features, group=self.process_group, **options)
@@ -354,7 +357,7 @@ class SchoenbAt(nn.Module):
             options |= {"far_weight": self.far_weight, "far_maps": self._far_maps}
             out, state = rmfa_window_step(query, key, value, self.features, state, **options)
         else:
-            query, key = self._map(query, key)
+            query, key = self._map(query, key, key_mask)
             out, state = rmfa_step(query, key, value, self.features, state, **options)
         return (out if self.post is None else self.post(out)), state
 
@@ -409,12 +412,20 @@ class SchoenbAt(nn.Module):
             calibration.fit_scale(self, call, target_scale)
 
     def set_scale(self, scale: Tensor) -> None:
-        """Give each head the logit scale it is to go on from, ``(num_heads,)``, where it is learned."""
+        """Give each head the logit scale it is to go on from, ``(num_heads,)``, where it is learned.
+
+        A scale lies between 0 and the kernel's radius, both excluded.
+        """
         if self.rho is None:
             raise ValueError(
                 f"the scale is fixed at {self.features.scale:.4g}; make the module with scale='learned'"
             )
-        scale = scale.to(self.rho.device, torch.float64)
+        scale = scale.to(torch.float64)
+        if not _between_zero_and(self.kernel.radius, scale):
+            raise ValueError(
+                f"a scale must be above 0 and below the radius {self.kernel.radius:g} of the kernel "
+                f"{self.kernel.name!r}, got {scale.tolist()}"
+            )
         if self.kernel.radius == math.inf:
             rho = (scale / FIRST_SCALE).log()
         else:
@@ -426,8 +437,11 @@ class SchoenbAt(nn.Module):
         """Give each head the weight of far keys that it is to go on from, ``(num_heads,)``."""
         if self.far_rho is None:
             raise ValueError("without a window all keys are far; make the module with window=w")
+        weight = weight.to(torch.float64)
+        if not _between_zero_and(math.inf, weight):
+            raise ValueError(f"the weight of far keys must be positive and finite, got {weight.tolist()}")
         with torch.no_grad():
-            self.far_rho.copy_(weight.to(self.far_rho.device, torch.float64).log() / SCALE_SPEED)
+            self.far_rho.copy_(weight.log() / SCALE_SPEED)
 
     def _normalize(
         self,
@@ -444,11 +458,6 @@ class SchoenbAt(nn.Module):
 
     def _center(self, key: Tensor, key_mask: Tensor | None, is_causal: bool) -> Tensor:
         if self.key_center is not None:
-            if key.shape[-3] != self.num_key_heads:
-                raise ValueError(
-                    f"the learned centre has {self.num_key_heads} key heads, got keys {tuple(key.shape)}; "
-                    "pass num_key_heads"
-                )
             return key - self.key_center.to(key.dtype)[:, None]
         if not self.center_keys:
             return key
@@ -459,31 +468,23 @@ class SchoenbAt(nn.Module):
             )
         return (key - mean_row(key, key_mask)).to(key.dtype)
 
-    def _map(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    def _map(self, query: Tensor, key: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
         if self._far_maps is None:
             return query, key
         query_map, key_map = self._far_maps
+        mask = arrange_mask("key_mask", key_mask, key.shape[:-3], key)
+        if mask is not None:  # a NaN that takes no part would reach the gradient of the matrix
+            key = torch.where(mask.reshape(*key.shape[:-3], 1, key.shape[-2], 1), key, 0.0)
         return query @ query_map.to(query.dtype), key @ key_map.to(key.dtype)
 
     @property
     def _far_maps(self) -> tuple[Tensor, Tensor] | None:
         return None if self.query_map is None or self.key_map is None else (self.query_map, self.key_map)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Without the group, which means nothing outside the processes that made it."""
-        return {name: value for name, value in vars(self).items() if name != "process_group"}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "SchoenbAt":
-        """With the same group: layers that are copied split the same sequence."""
-        new = memo[id(self)] = type(self).__new__(type(self))
-        new.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        new.process_group = self.process_group
-        return new
-
     def _check_group(self, normalization: str | None) -> None:
         if self.process_group is None:
             return
-        parallel.check_group(self.process_group)
+        check_group(self.process_group)
         if self.window is not None or self.center_keys is True:
             raise ValueError(
                 "window and center_keys=True need the whole sequence, of which a rank of the process_group "
@@ -510,9 +511,29 @@ class SchoenbAt(nn.Module):
             raise ValueError(
                 f"expected query (B, {self.num_heads}, n, {self.features.head_dim}), got {tuple(query.shape)}"
             )
+        kept = self.key_center is not None or self.key_map is not None or self.features.num_heads is not None
+        if kept and key.shape[-3] != self.num_key_heads:
+            raise ValueError(
+                f"a centre, a matrix or a map is kept for each of {self.num_key_heads} key heads, got keys "
+                f"{tuple(key.shape)}; pass num_key_heads={key.shape[-3]} where the module is made"
+            )
         if value.shape[-1] != self.value_dim:
             raise ValueError(f"expected values of width {self.value_dim}, got {tuple(value.shape)}")
 
 
 def _first_scale(kernel: DotProductKernel) -> float:
     return FIRST_SCALE if kernel.radius == math.inf else _FIRST_SHARE_OF_RADIUS * kernel.radius
+
+
+def _autocast_rounds(*rows: Tensor) -> bool:
+    """Whether attention will take rows to another dtype: a row's mean goes before its digits do."""
+    device = rows[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return False
+    kept = torch.float64, torch.get_autocast_dtype(device)
+    return any(x.dtype not in kept for x in rows)
+
+
+def _between_zero_and(limit: float, values: Tensor) -> bool:
+    """Both excluded; what is on the meta device has no values."""
+    return values.is_meta or bool(((values > 0) & (values < limit)).all())

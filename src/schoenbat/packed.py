@@ -36,6 +36,8 @@ def attend_packed(
             f"cu_seqlens_q holds {len(starts_q) - 1} sequences and cu_seqlens_k {len(starts_k) - 1}; they "
             "must agree"
         )
+    if value.shape[0] != key.shape[0]:
+        raise ValueError(f"key has {key.shape[0]} rows and value {value.shape[0]}; each key needs its value")
     out = query.new_zeros(*query.shape[:2], value.shape[-1])
     for members in _alike(starts_q, starts_k):
         of_query, of_key = (_Padding(starts, members, query.device) for starts in (starts_q, starts_k))
@@ -51,13 +53,13 @@ class Packed(NamedTuple):
 
 def attend_jagged(attend: Attend, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """The same for nested tensors ``(B, H, jagged, ·)`` of layout torch.jagged; the output is one as well."""
-    q, k, v = from_jagged(query=query, key=key, value=value)
+    q, k, v = from_jagged(query, key, value)
     return to_jagged(attend_packed(attend, q.rows, k.rows, v.rows, q.starts, k.starts), q.starts)
 
 
-def from_jagged(**tensors: Any) -> list[Packed]:
+def from_jagged(query: Any, key: Any, value: Any) -> tuple[Packed, Packed, Packed]:
     """Nested tensors ``(B, H, jagged, d)`` with their sequences laid end to end."""
-    for name, tensor in tensors.items():
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.layout != torch.jagged:
             raise TypeError(
                 f"where one is nested all must have layout torch.jagged, {name} has {tensor.layout}; make "
@@ -65,8 +67,19 @@ def from_jagged(**tensors: Any) -> list[Packed]:
             )
         if tensor.dim() != 4:
             raise ValueError(f"expected a nested {name} (B, H, jagged, d), got {tensor.dim()} dimensions")
-    by_token = [tensor.transpose(1, 2).contiguous() for tensor in tensors.values()]
-    return [Packed(tensor.values(), tensor.offsets()) for tensor in by_token]
+    q, k, v = (_end_to_end(tensor) for tensor in (query, key, value))
+    starts_k, starts_v = k.starts.tolist(), v.starts.tolist()
+    if starts_k != starts_v:
+        raise ValueError(
+            f"key and value must have sequences of the same lengths, got offsets {_shown(starts_k)} and "
+            f"{_shown(starts_v)}"
+        )
+    return q, k, v
+
+
+def _end_to_end(tensor: Any) -> Packed:
+    by_token = tensor.transpose(1, 2).contiguous()
+    return Packed(by_token.values(), by_token.offsets())
 
 
 def to_jagged(rows: Tensor, starts: Tensor) -> Tensor:
@@ -116,10 +129,13 @@ def _starts(name: str, cu_seqlens: Tensor, packed: Tensor) -> list[int]:
     falling = any(a > b for a, b in pairwise(starts))
     if starts[0] != 0 or starts[-1] != packed.shape[0] or falling:
         raise ValueError(
-            f"{name} must rise from 0 to the number of rows, {packed.shape[0]}, got "
-            f"{starts if len(starts) < 20 else [*starts[:5], '...', *starts[-5:]]}"
+            f"{name} must rise from 0 to the number of rows, {packed.shape[0]}, got {_shown(starts)}"
         )
     return starts
+
+
+def _shown(starts: list[int]) -> list[int | str]:
+    return [*starts] if len(starts) < 20 else [*starts[:5], "...", *starts[-5:]]
 
 
 def _alike(starts_q: Sequence[int], starts_k: Sequence[int]) -> list[list[int]]:

@@ -97,6 +97,7 @@ def rmfa(
             implementation=implementation,
         )
     # Every check of a shard comes before the first message: the other ranks would wait for one that raises.
+    # Only what overflows raises later, on its rank alone; the others end with the group's timeout.
     inputs = arrange(query, key, value, key_mask, enable_gqa)
     _check_implementation(implementation, query)
     if is_causal and query.shape[-2] != key.shape[-2]:

@@ -11,6 +11,7 @@ from schoenbat.functional import RMFAState, map_for
 from schoenbat.inputs import Arranged, arrange, arrange_scale
 from schoenbat.ops import dispatch, window
 from schoenbat.ops.blocks import FeatureMap
+from schoenbat.ops.keeping import is_concrete
 from schoenbat.ops.window import Carried, Window
 
 
@@ -122,9 +123,9 @@ class RMFAWindowState:
 
     def reorder(self, index: Tensor) -> "RMFAWindowState":
         """Take the given batch rows, in place, as beam search does; returns the state itself."""
+        self.far.reorder(index)  # which checks the index
         for name in ("key", "value", "mask"):
             setattr(self, name, getattr(self, name).index_select(0, index))
-        self.far.reorder(index)
         return self
 
     def _carried(self) -> Carried:
@@ -183,7 +184,8 @@ def rmfa_window_step(
     if expected != got:
         raise ValueError(f"the state was made for (batch, kv_heads, value_dim) = {expected}, got {got}")
     new = key.new_ones(key.shape[0], length, dtype=torch.bool) if key_mask is None else key_mask
-    keys, values = torch.cat([state.key, key], dim=-2), torch.cat([state.value, value], dim=-2)
+    keys = torch.cat([state.key.to(key.dtype), key], dim=-2)
+    values = torch.cat([state.value.to(value.dtype), value], dim=-2)
     mask = torch.cat([state.mask, new.expand(key.shape[0], length)], dim=-1)
     inputs = arrange(query, keys, values, mask, enable_gqa)
     with torch.autocast(query.device.type, enabled=False):
@@ -193,10 +195,11 @@ def rmfa_window_step(
     # The first so many of all keys are no longer among the last `width`.
     leaving = keys[..., :length, :]
     if far_maps is not None:
-        leaving = leaving @ far_maps[1].to(leaving.dtype)
+        leaving = torch.where(mask[:, None, :length, None], leaving, 0.0) @ far_maps[1].to(leaving.dtype)
     far = replace(state.far).update(leaving, values[..., :length, :], features, mask[:, :length])
-    after = RMFAWindowState(keys[..., length:, :], values[..., length:, :], mask[:, length:], far)
-    return inputs.restore(out), after
+    # Copies: a view of them would keep the whole prompt in memory.
+    key, value, mask = (x.clone() for x in (keys[..., length:, :], values[..., length:, :], mask[:, length:]))
+    return inputs.restore(out), RMFAWindowState(key, value, mask, far)
 
 
 def check_window(features: MaclaurinFeatures, width: int) -> None:
@@ -217,12 +220,20 @@ def _arrange_scale(inputs: Arranged, features: MaclaurinFeatures, scale: float |
 def _arrange_far(
     inputs: Arranged, far_weight: float | Tensor, far_maps: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    if not isinstance(far_weight, Tensor) and not far_weight > 0:
+    if not _is_positive(far_weight):
         raise ValueError(f"far_weight must be positive, got {far_weight}")
     log_weight = arrange_scale(far_weight, inputs.query, 1.0).log()
     if far_maps is None:
         return log_weight, None, None
     return log_weight, *_arrange_maps(inputs, *far_maps)
+
+
+def _is_positive(weight: float | Tensor) -> bool:
+    """A tensor is looked at only where that costs nothing: on a GPU it would synchronise."""
+    if not isinstance(weight, Tensor):
+        return weight > 0
+    weight = weight.detach()
+    return weight.device.type != "cpu" or not is_concrete(weight) or bool((weight > 0).all())
 
 
 def _arrange_maps(inputs: Arranged, query_map: Tensor, key_map: Tensor) -> tuple[Tensor, Tensor]:

@@ -56,7 +56,9 @@ def rmfa_is_the_specification(case: Call) -> None:
         return
     assert out.dtype == query.dtype
     assert_within(out.detach(), expected)
-    if case.grad and max(case.inputs.magnitudes) <= 10 and case.scale != 1e5 and out.isfinite().all():
+    # Where features or their quotients with the floor come near the range, gradients go beyond it first.
+    ordinary = max(case.inputs.magnitudes) <= 10 and case.scale != 1e5 and not expected.overflows
+    if case.grad and ordinary and out.isfinite().all():
         grads = torch.autograd.grad(out.float().sum(), [query, key, value], allow_unused=True)
         assert not any(grad.isnan().any() for grad in grads if grad is not None), "NaN in a gradient"
 

@@ -127,3 +127,9 @@ def test_a_row_without_keys_is_zero_whatever_its_logits(kernel):
     assert out.flatten().tolist() == [0.0, 1.0]
     (grad,) = torch.autograd.grad(out.sum(), query)
     assert grad.isfinite().all()
+
+
+def test_logits_beyond_the_range_are_named_where_there_is_no_radius():
+    query, key = torch.full((2, 1, 1, 2, 1), 1e30).unbind()
+    with pytest.raises(ValueError, match="beyond the range of"):
+        kernelized_attention(query, key, key / 1e30, schoenbat.polynomial(1))

@@ -9,6 +9,7 @@ from oracle import Largest, assert_as_good_as_reference, gradients, make_map, po
 from schoenbat import SchoenbAt, kernelized_attention, rmfa, rmfa_window
 from schoenbat.ops import reference, window
 from schoenbat.ops.window import Window
+from schoenbat.windowed import RMFAWindowState, rmfa_window_step
 
 
 def batch(length, groups=1, value_dim=5, dtype=torch.float64):
@@ -245,7 +246,36 @@ def test_errors_name_the_problem():
         rmfa_window(query, key, value, make_map("exact-low", kernel="inv", scale=0.9), 2)
     with pytest.raises(ValueError, match="far_weight must be positive, got 0"):
         rmfa_window(query, key, value, features, 2, far_weight=0)
+    with pytest.raises(ValueError, match=r"far_weight must be positive, got tensor\(\[ 1\., -1\.\]"):
+        rmfa_window(query, key, value, features, 2, far_weight=torch.tensor([1.0, -1.0]))
     with pytest.raises(ValueError, match="far_maps must have shapes"):
         rmfa_window(query, key, value, features, 2, far_maps=(torch.eye(6), torch.eye(6)))
     with pytest.raises(NotImplementedError, match="no fused kernel"):
         rmfa_window(query, key, value, features, 2, implementation="triton")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_a_state_of_the_default_dtype_takes_tokens_of_any(dtype):
+    features, (query, key, value) = make_map("exact-low"), batch(10, dtype=dtype)
+    state = RMFAWindowState.zeros(features, 3, batch=2, kv_heads=2, value_dim=5)
+    whole, after = rmfa_window_step(query, key, value, features, state)
+    assert whole.dtype == after.key.dtype == after.value.dtype == dtype
+    expected = rmfa_window(query, key, value, features, 3, is_causal=True)
+    torch.testing.assert_close(whole, expected)
+
+
+def test_a_state_keeps_its_window_and_not_the_prompt():
+    features, tensors = make_map("exact-low"), batch(100)
+    state = RMFAWindowState.zeros(features, 3, batch=2, kv_heads=2, value_dim=5, dtype=torch.float64)
+    _, state = rmfa_window_step(*tensors, features, state)
+    for kept in (state.key, state.value, state.mask):
+        assert kept.untyped_storage().nbytes() == kept.numel() * kept.element_size()
+
+
+def test_reordering_by_rows_that_are_not_there_is_an_error_and_changes_nothing():
+    features = make_map("exact-low")
+    state = RMFAWindowState.zeros(features, 3, batch=2, kv_heads=2, value_dim=5)
+    before = state.key
+    with pytest.raises(ValueError, match=r"batch rows from 0 to 1, got \[0, 2\]"):
+        state.reorder(torch.tensor([0, 2]))
+    assert state.key is before

@@ -57,6 +57,7 @@ def test_what_is_selected_lies_in_the_last_four_fifths():
     ("changes", "problem"),
     [
         ({"steps": 1}, "at least 2 steps"),
+        ({"steps": 1e305}, "steps is an integer, got 1e"),
         ({"steps": 100, "warmup": 100}, "warmup=100"),
         ({"batch_size": 0}, "batch_size=0"),
         ({"learning_rate": -1.0}, "learning_rate is above 0, got -1.0"),

@@ -45,6 +45,7 @@ def download(url: str, folder: Path, on_progress: Step = silent) -> Path:
     if not is_url(url):
         raise DataError(f"{url} is not fetched: an address begins with http:// or https://")
     url, _, wanted = url.partition("#sha256=")
+    wanted = wanted.lower()
     name = _file_name(url)
     target, part, memory = folder / name, folder / f"{name}.part", folder / f"{name}.json"
     if target.is_file() and _recall(memory).get("url") == url:

@@ -87,9 +87,12 @@ def remove_others(path: Path) -> None:
 
 
 def remove_unfinished(directory: Path) -> None:
-    """Remove what was left of a directory that was being written or removed when the program ended."""
-    for unfinished in directory.glob(f"{SHARDED_CHECKPOINT}*{PART}"):
-        shutil.rmtree(unfinished)
+    """Remove what was left of a checkpoint that was being written or removed when the program ended."""
+    for unfinished in directory.glob(f"checkpoint*{PART}"):
+        if unfinished.is_dir():
+            shutil.rmtree(unfinished)
+        else:
+            unfinished.unlink()
 
 
 def refuse_other_options(path: Path, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
@@ -126,11 +129,13 @@ def random_states(fabric: Fabric) -> Tensor:
 
 
 def set_random_state(fabric: Fabric, states: Tensor) -> bool:
-    """Draw on as at the time of `random_states`; False where that was with another number of devices."""
+    """Draw on as at the time of `random_states`; False where that was with other devices or more or fewer."""
     if len(states) != fabric.world_size:
         return False
     own = states[fabric.global_rank]
     size = torch.get_rng_state().numel()
+    if fabric.device.type == "cuda" and own.numel() == size:
+        return False
     # Copies: torch 2.13 crashes on a view into the middle of a tensor.
     torch.set_rng_state(own[:size].clone())
     if fabric.device.type == "cuda":

@@ -32,5 +32,5 @@ class RunOptions:
     @property
     def identity(self) -> dict[str, Any]:
         """What a checkpoint must agree in with the run that continues from it, on any number of devices."""
-        kept = {"task", "attention", "seed", "protocol", "precision", "compiled", "report_every"}
+        kept = {"task", "attention", "seed", "protocol", "precision", "report_every"}
         return {name: value for name, value in asdict(self).items() if name in kept}

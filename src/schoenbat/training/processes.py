@@ -91,7 +91,8 @@ def is_lost_connection(error: BaseException) -> bool:
     """Whether an error means that a message to or from another process did not arrive."""
     if isinstance(error, torch.distributed.DistError):
         return True
-    return isinstance(error, RuntimeError) and any(name in str(error) for name in ("gloo", "NCCL", "peer"))
+    # Torch's own errors are plain; ours, which may quote any path, are subclasses.
+    return type(error) is RuntimeError and any(name in str(error) for name in ("gloo", "NCCL", "peer"))
 
 
 def is_sharded(fabric: Fabric) -> bool:

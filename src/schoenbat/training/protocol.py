@@ -8,6 +8,7 @@ bfloat16.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
 from schoenbat.options import check_count, check_number
@@ -57,17 +58,17 @@ class Protocol:
             raise ValueError(f"unknown task {task!r}; known are {', '.join(_PAPER)}")
         published = _PAPER[task]
         steps = changes.get("steps", published.steps)
+        _check_integer("steps", steps)
         shorter = replace(
             published,
-            warmup=max(1, round(published.warmup * steps / published.steps)),
+            warmup=max(1, round(Fraction(published.warmup * steps, published.steps))),
             evaluate_every=min(published.evaluate_every, max(1, steps)),
         )
         return replace(shorter, **changes)
 
     def __post_init__(self) -> None:
         for name in ("steps", "warmup", "batch_size", "evaluate_every", "embedding_rows"):
-            if not isinstance(getattr(self, name), int):
-                raise ValueError(f"{name} is an integer, got {getattr(self, name)!r}")
+            _check_integer(name, getattr(self, name))
         check_number("learning_rate", self.learning_rate)
         check_number("dropout", self.dropout, 0, 1)
         check_number("eps", self.eps, 0)
@@ -104,6 +105,11 @@ class Protocol:
     def selects(self, step: int) -> bool:
         """Whether the model after ``step`` steps may become the one that is tested."""
         return step >= self.select_after * self.steps
+
+
+def _check_integer(name: str, value: Any) -> None:
+    if not isinstance(value, int):
+        raise ValueError(f"{name} is an integer, got {value!r}")
 
 
 def _between(start: float, end: float, share: float) -> float:

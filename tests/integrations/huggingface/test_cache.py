@@ -16,11 +16,11 @@ def converted(build, **options):
 
 
 def inputs_for(family, batch):
-    """A prompt with left padding in its first row."""
+    """A prompt with padding in its first row: on the left, or where an encoder reads it on the right."""
     ids = tokens(batch, 9)
     mask = torch.ones_like(ids)
-    if batch > 1 and family != "bart":
-        mask[0, :3] = 0
+    if batch > 1:
+        mask[0, slice(-3, None) if family == "bart" else slice(3)] = 0
     return {"input_ids": ids, "attention_mask": mask}
 
 
@@ -50,7 +50,7 @@ def test_generation_with_other_options(family, options):
 @pytest.mark.parametrize("family", GENERATIVE)
 def test_beam_search_reorders_the_state(family):
     model = converted(FAMILIES[family])
-    inputs = inputs_for(family, 2)
+    inputs = inputs_for(family, 3)
     beams = generate(model, inputs, num_beams=4)
     assert torch.equal(beams, generate(model, inputs, num_beams=4, use_cache=False))
     assert not torch.equal(beams, generate(model, inputs)), (
@@ -152,7 +152,21 @@ def test_the_encoder_is_summed_up_once(monkeypatch):
     assert len(seen) == 2, "the encoder's own layers, once each; decoding works on states"
     cross = cache.cross_attention_cache.layers[0]
     assert cross.keys.shape == (2, 4, 0, 8)
-    assert cross.state.count.tolist() == [9, 9]
+    assert cross.state.count.tolist() == [6, 9]
+
+
+def test_padding_of_an_encoder_is_generated_around():
+    model = converted(FAMILIES["bart"], separate_maps=True)
+    inputs = inputs_for("bart", 2)
+    whole = inputs["input_ids"][:1]
+
+    def logits(**inputs):
+        got = generate(model, inputs, return_dict_in_generate=True, output_logits=True).logits
+        return torch.stack(got)[:, :1]
+
+    padded = logits(**inputs)
+    torch.testing.assert_close(padded, logits(input_ids=whole[:, :-3]), rtol=1e-4, atol=1e-5)
+    assert (padded - logits(input_ids=whole)).abs().amax((1, 2)).min() > 1e-2, "every step hears the encoder"
 
 
 def test_a_prompt_in_pieces_is_the_prompt():
@@ -201,6 +215,26 @@ def test_rows_can_be_repeated_selected_and_forgotten():
         assert cache.get_seq_length() == 0
         again = model(ids, past_key_values=cache).logits
     torch.testing.assert_close(again, model(ids, use_cache=False).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_a_layer_that_was_reset_is_a_new_one():
+    layer = RMFALayer()
+    layer.update(*torch.zeros(2, 1, 4, 6, 8))
+    layer.state = object()
+    layer.reset()
+    assert vars(RMFALayer()).items() <= vars(layer).items()
+
+
+@torch.no_grad()
+def test_a_call_that_raised_leaves_nothing_to_the_next():
+    model = converted(FAMILIES["llama"])
+    ids = tokens(1, 6)
+    expected = model(ids, use_cache=False).logits
+    cache = DynamicCache(config=model.config)
+    model(ids, past_key_values=cache)
+    with pytest.raises(ValueError, match="custom 4-d masks"):
+        model(ids, past_key_values=cache, attention_mask=torch.ones(1, 1, 6, 12, dtype=torch.bool))
+    assert torch.equal(model(ids, use_cache=False).logits, expected)
 
 
 def test_what_a_state_cannot_do_is_said():

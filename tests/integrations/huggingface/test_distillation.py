@@ -1,7 +1,8 @@
 import pytest
 import torch
-from integrations.huggingface.tiny import FAMILIES, inputs_for, make, outputs_of, tokens
+from integrations.huggingface.tiny import FAMILIES, albert, inputs_for, make, outputs_of, tokens
 
+from schoenbat import SchoenbAt
 from schoenbat.integrations.huggingface import calibrate, convert, distill
 
 TRAINABLE = {"scale": "learned", "post": True, "trainable_features": True}
@@ -58,6 +59,63 @@ def test_other_families_distil_too(family):
     losses = distill(model, [inputs_for(family)], steps=(10, 10), progress=False)
     assert losses.attention[-1] < losses.attention[0]
     assert losses.model[-1] < losses.model[0]
+
+
+def padded():
+    ids = tokens()
+    mask = torch.ones_like(ids)
+    mask[0, 7:] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def test_a_layer_called_several_times_is_matched_call_by_call():
+    model = make(albert)
+    convert(model, num_features=24, window=len(tokens()[0]), **TRAINABLE)  # all keys are near: exact
+    losses = distill(model, [padded()], steps=(0, 1), progress=False)
+    assert losses.model[0] < 1e-5
+
+
+@pytest.mark.parametrize("method", ["forward", "calibrate"])
+def test_all_calls_of_a_layer_are_learned_from(method, monkeypatch):
+    model = make(albert)
+    convert(model, num_features=24, **TRAINABLE)
+    rows, original = [], getattr(SchoenbAt, method)
+
+    def counted(self, query, *args, **options):
+        if not rows or not torch.equal(rows[-1], query):
+            rows.append(query)
+        return original(self, query, *args, **options)
+
+    monkeypatch.setattr(SchoenbAt, method, counted)
+    if method == "forward":
+        distill(model, [padded()], steps=(1, 0), progress=False)
+    else:
+        calibrate(model, padded())
+    assert sum(map(len, rows)) == 3 * 2, "three calls, two sequences"
+
+
+def test_a_layer_under_a_dense_mask_is_left_out():
+    model = make(FAMILIES["bart"])
+    convert(model, num_features=24, **TRAINABLE)
+    before = {name: tensor.clone() for name, tensor in model.named_parameters()}
+    batch = inputs_for("bart")
+    length = batch["decoder_input_ids"].shape[1]
+    batch["decoder_attention_mask"] = torch.ones(2, 1, length, length, dtype=torch.bool).tril()
+    calibrate(model, batch)
+    distill(model, [batch], steps=(2, 0), progress=False)
+    changed = {name for name, tensor in model.named_parameters() if not torch.equal(tensor, before[name])}
+    assert any("encoder_attn" in name for name in changed)
+    assert not any("decoder" in name and "self_attn" in name for name in changed)
+
+
+def test_a_batch_that_teaches_nothing_is_refused():
+    model = make(FAMILIES["llama"])
+    convert(model, num_features=24, **TRAINABLE)
+    batch = {"input_ids": tokens(1, 8), "attention_mask": torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()}
+    with pytest.raises(ValueError, match="dense mask"):
+        distill(model, [batch], steps=(1, 0), progress=False)
+    with pytest.raises(ValueError, match="dense mask"):
+        calibrate(model, batch)
 
 
 def test_calibration_needs_no_training():

@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 from transformers import (
+    AlbertConfig,
+    AlbertModel,
     BartConfig,
     BartForConditionalGeneration,
     BertConfig,
@@ -101,6 +103,12 @@ def t5() -> PreTrainedModel:
 
 def deberta() -> PreTrainedModel:
     return DebertaModel(DebertaConfig(**_TEXT, **_SIZE))
+
+
+def albert() -> PreTrainedModel:
+    """One layer, called three times."""
+    config = {**_TEXT, **_SIZE, **_WIDE, "embedding_size": 16, "num_hidden_layers": 3}
+    return AlbertModel(AlbertConfig(**config))
 
 
 def qwen2_with_sliding_layer() -> PreTrainedModel:

@@ -43,7 +43,8 @@ def test_matches_the_specification_on_a_gpu(dtype, construction, length):
 @pytest.mark.gpu
 @pytest.mark.parametrize("construction", ["exact-low", "unbiased"])
 @pytest.mark.parametrize(
-    ("head_dim", "value_dim", "num_features"), [(16, 16, 64), (32, 48, 128), (128, 128, 256), (80, 128, 512)]
+    ("head_dim", "value_dim", "num_features"),
+    [(16, 16, 64), (32, 48, 128), (32, 32, 128), (64, 64, 256), (128, 128, 256), (80, 128, 512)],
 )
 def test_every_width_on_a_gpu(construction, head_dim, value_dim, num_features):
     features = make_map(construction, head_dim, num_features, dtype=torch.float32, device=DEVICE)
@@ -111,8 +112,10 @@ def test_masks_groups_and_maps_per_head(construction):
 
 
 @pytest.mark.parametrize("construction", ["exact-low", "unbiased"])
-@pytest.mark.parametrize(("centred", "head_dim"), [(True, 16), (True, 20), (False, 20)])
-def test_rows_are_normalised_on_the_way(construction, centred, head_dim):
+@pytest.mark.parametrize(
+    ("centred", "head_dim", "eps"), [(True, 16, 1e-3), (True, 20, 1e-13), (False, 20, 1e-13)]
+)
+def test_rows_are_normalised_on_the_way(construction, centred, head_dim, eps):
     """Long rows, rows shorter than the least norm, constant rows and rows of zeros."""
     features = make_map(construction, head_dim, 40, dtype=torch.float32, device=DEVICE)
     tensors = [3 * rows(2, 2, 40, head_dim, seed=i, dtype=torch.float32) + 0.5 for i in range(3)]
@@ -121,7 +124,7 @@ def test_rows_are_normalised_on_the_way(construction, centred, head_dim):
         x[..., 7, :] *= 1e-9
     mask = (torch.arange(40) < torch.tensor([[40], [17]])).to(DEVICE)
     assert_close_to_specification(
-        features, tensors, torch.tensor([0.7, 1.3]), key_mask=mask, unit_rows=UnitRows(centred, 1e-13)
+        features, tensors, torch.tensor([0.7, 1.3]), key_mask=mask, unit_rows=UnitRows(centred, eps)
     )
 
 
@@ -160,6 +163,16 @@ def test_one_key_is_its_value_and_no_key_is_zero():
     nothing = rmfa(query, key[..., :0, :], value[..., :0, :], features, implementation="triton")
     assert torch.equal(nothing, torch.zeros_like(out))
     assert rmfa(query[..., :0, :], key, value, features, implementation="triton").shape == (1, 2, 0, 16)
+
+
+def test_an_infinite_denominator_shows():
+    features = make_map("exact-low", 16, 40, dtype=torch.float32, device=DEVICE)
+    query, key, value = (rows(1, 1, 8, 16, seed=i, dtype=torch.float32).to(DEVICE) for i in range(3))
+    if DEVICE == "cpu":  # where looking at the output costs nothing
+        with pytest.raises(ValueError, match="beyond the range"):
+            rmfa(1e18 * query, 1e3 * key, value, features, implementation="triton")
+    else:
+        assert rmfa(1e18 * query, 1e3 * key, value, features, implementation="triton").isnan().all()
 
 
 def test_an_active_floor_has_gradients():

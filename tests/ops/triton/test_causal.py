@@ -201,7 +201,15 @@ def test_matches_the_specification_on_a_gpu(dtype, construction, length):
 @pytest.mark.parametrize("construction", ["exact-low", "unbiased"])
 @pytest.mark.parametrize(
     ("head_dim", "value_dim", "num_features"),
-    [(16, 16, 64), (32, 48, 128), (128, 128, 256), (80, 128, 512), (64, 64, 512)],
+    [
+        (16, 16, 64),
+        (32, 48, 128),
+        (32, 32, 128),
+        (64, 64, 256),
+        (128, 128, 256),
+        (80, 128, 512),
+        (64, 64, 512),
+    ],
 )
 def test_every_width_on_a_gpu(construction, head_dim, value_dim, num_features):
     features = make_map(construction, head_dim, num_features, dtype=torch.float32, device=DEVICE)

@@ -134,15 +134,28 @@ def _cross(
     attention: SchoenbAt, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, layer: RMFALayer
 ) -> Tensor:
     """Cross attention while decoding: the encoder's keys are summed up once, then only read."""
-    query, key = attention._normalize(query, key, None, key_mask)
-    query, key = attention._map(query, attention._center(key, key_mask, is_causal=False))
     if not isinstance(layer.state, RMFAState):
-        batch, heads = key.shape[:2]
-        layer.state = RMFAState.zeros(
-            attention.features, batch, heads, value.shape[-1], device=key.device, dtype=key.dtype
-        ).update(key, value, attention.features, key_mask)
-    out = layer.state.read(query, attention.features, attention.scale)
+        layer.state = _sum_up(attention, key, value, key_mask)
+    # From the second call on there are no keys, while the mask still speaks of all of them.
+    if attention.query_norm is not None:
+        query = attention.query_norm(query)
+    out = layer.state.read(_times(query, attention.query_map), attention.features, attention.scale)
     return out if attention.post is None else attention.post(out)
+
+
+def _sum_up(attention: SchoenbAt, key: Tensor, value: Tensor, key_mask: Tensor | None) -> RMFAState:
+    if attention.key_norm is not None:
+        key = attention.key_norm(key, key_mask)
+    key = _times(attention._center(key, key_mask, is_causal=False), attention.key_map)
+    batch, heads = key.shape[:2]
+    state = RMFAState.zeros(
+        attention.features, batch, heads, value.shape[-1], device=key.device, dtype=key.dtype
+    )
+    return state.update(key, value, attention.features, key_mask)
+
+
+def _times(rows: Tensor, matrix: Tensor | None) -> Tensor:
+    return rows if matrix is None else rows @ matrix.to(rows.dtype)
 
 
 def _softmax(

@@ -22,9 +22,7 @@ class RMFALayer(CacheLayerMixin):
     supports_early_init = False
 
     def __init__(self) -> None:
-        self.state: State | None = None
-        self.seen = self.arrived = 0
-        self.is_initialized = False
+        self.reset()
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         # New tensors: a slice would hold on to the whole prompt.
@@ -59,7 +57,9 @@ class RMFALayer(CacheLayerMixin):
         return -1
 
     def reset(self) -> None:
-        self.state, self.seen, self.is_initialized = None, 0, False
+        self.state: State | None = None
+        self.seen = self.arrived = 0
+        self.is_initialized = False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.batch_select_indices(beam_idx)
@@ -90,10 +90,12 @@ class RMFALayer(CacheLayerMixin):
 
 
 def enter_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Before a converted attention runs: note on it the `RMFALayer` of its cache that it is to work with."""
+    """Before a converted attention runs: note on it the `RMFALayer` of its cache that it is to work with.
+
+    Without a cache, that there is none: a call that raised may have left its own.
+    """
     cache = kwargs.get("past_key_values")
-    if isinstance(cache, Cache):
-        module.rmfa_layer = _layer_for(module, cache)  # type: ignore[assignment]
+    module.rmfa_layer = _layer_for(module, cache) if isinstance(cache, Cache) else None  # type: ignore[assignment]
 
 
 def leave_cache(module: nn.Module) -> RMFALayer | None:

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -57,7 +57,9 @@ def distill(
     2. Everything but the embeddings is trained on ``1 − cosine`` of the outputs plus the layers' relative
        squared error.
 
-    Rates fall linearly to zero within each stage. Dropout is off throughout.
+    Rates fall linearly to zero within each stage. Dropout is off throughout. A layer that a model calls
+    several times is matched call by call; one that a batch reaches not at all or with a dense mask is left
+    out.
 
     Args:
         model: converted with parameters to train: ``scale="learned", post=True, trainable_features=True``.
@@ -123,9 +125,12 @@ def calibrate(model: PreTrainedModel, batch: Batch) -> None:
         >>> calibrate(model, {"input_ids": torch.randint(100, (2, 10))})
     """
     teacher = _teacher(model)
-    _, calls = _run_teacher(teacher, _on(batch, next(model.parameters()).device))
-    for name, attention in _students(model).items():
-        call = calls[name]
+    students = _students(model)
+    _, calls = _run_teacher(teacher, students, _on(batch, next(model.parameters()).device))
+    for name, attention in students.items():
+        if name not in calls:
+            continue
+        call = _side_by_side(calls[name])
         attention.calibrate(
             call.query,
             call.key,
@@ -141,20 +146,26 @@ def _match_layers(
 ) -> Iterator[float]:
     optimizer, schedule = _optimizer(_groups(students.values(), rate), steps)
     for _ in range(steps):
-        _, calls = _run_teacher(teacher, next(batches))
-        losses = []
-        for name, attention in students.items():
-            call = calls[name]
-            out = attention(
-                call.query,
-                call.key,
-                call.value,
-                key_mask=call.key_mask,
-                is_causal=call.is_causal,
-                enable_gqa=call.query.shape[1] != call.key.shape[1],
-            )
-            losses.append(_relative_error(out.transpose(1, 2), call.output))
-        yield _take_step(optimizer, schedule, torch.stack(losses).mean())
+        _, calls = _run_teacher(teacher, students, next(batches))
+        errors = [
+            _relative_error(_attend_again(attention, call), call.output)
+            for name, attention in students.items()
+            for call in calls.get(name, ())
+        ]
+        yield _take_step(optimizer, schedule, torch.stack(errors).mean())
+
+
+def _attend_again(attention: SchoenbAt, call: AttentionCall) -> Tensor:
+    """What a student makes of its teacher's call, ``(B, n, H, d_v)``."""
+    out = attention(
+        call.query,
+        call.key,
+        call.value,
+        key_mask=call.key_mask,
+        is_causal=call.is_causal,
+        enable_gqa=call.query.shape[1] != call.key.shape[1],
+    )
+    return out.transpose(1, 2)
 
 
 def _match_model(
@@ -176,13 +187,17 @@ def _match_model(
         parameter.requires_grad_(False)
     groups = [*_groups(students.values(), attention_rate), {"params": rest, "lr": rest_rate}]
     optimizer, schedule = _optimizer(groups, steps)
-    names = {module: name for name, module in model.named_modules()}
     for _ in range(steps):
         batch = next(batches)
-        expected, targets = _run_teacher(teacher, batch)
+        expected, targets = _run_teacher(teacher, students, batch)
         with record_attention() as calls:
             outputs = model(**batch)
-        errors = [_relative_error(call.output, targets[names[call.module]].output) for call in calls]
+        errors = [
+            _relative_error(call.output, target.output)
+            for name, of_layer in _by_name(model, calls).items()
+            if name in targets
+            for call, target in zip(of_layer, targets[name], strict=True)
+        ]
         cosine = cosine_similarity(output(outputs, batch), output(expected, batch), dim=-1)
         yield _take_step(optimizer, schedule, 1 - cosine.mean() + torch.stack(errors).mean())
 
@@ -206,12 +221,46 @@ def _teacher(model: PreTrainedModel) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def _run_teacher(teacher: nn.Module, batch: Batch) -> tuple[Any, dict[str, AttentionCall]]:
-    """The teacher's outputs, and its attention calls by the name of the module."""
-    names = {module: name for name, module in teacher.named_modules()}
+def _run_teacher(
+    teacher: nn.Module, students: Mapping[str, SchoenbAt], batch: Batch
+) -> tuple[Any, dict[str, list[AttentionCall]]]:
+    """The teacher's outputs, and its attention calls by the name of the module; one student's at least."""
     with record_attention() as calls:
         outputs = teacher(**batch)
-    return outputs, {names[call.module]: call for call in calls}
+    targets = _by_name(teacher, calls)
+    if not students.keys() & targets.keys():
+        raise ValueError(
+            "this batch has nothing that a SchoenbAt layer could learn from: attention is not recorded under "
+            "a dense mask or in a compiled model; give masks as (batch, length), and compile afterwards"
+        )
+    return outputs, targets
+
+
+def _by_name(model: nn.Module, calls: Iterable[AttentionCall]) -> dict[str, list[AttentionCall]]:
+    """The calls of each attention module in their order: one may stand in several places of a model."""
+    names = {module: name for name, module in model.named_modules()}
+    found: dict[str, list[AttentionCall]] = {}
+    for call in calls:
+        found.setdefault(names[call.module], []).append(call)
+    return found
+
+
+def _side_by_side(calls: list[AttentionCall]) -> AttentionCall:
+    """A layer's calls as one with a larger batch: the first, and those of its sizes and kind of mask."""
+    alike = [call for call in calls if _kind(call) == _kind(calls[0])]
+    masks = [call.key_mask.expand(len(call.key), -1) for call in alike if call.key_mask is not None]
+    return replace(
+        calls[0],
+        query=torch.cat([call.query for call in alike]),
+        key=torch.cat([call.key for call in alike]),
+        value=torch.cat([call.value for call in alike]),
+        key_mask=torch.cat(masks) if masks else None,
+        output=torch.cat([call.output for call in alike]),
+    )
+
+
+def _kind(call: AttentionCall) -> tuple[Any, ...]:
+    return call.query.shape, call.key.shape, call.is_causal, call.key_mask is None
 
 
 def _relative_error(student: Tensor, teacher: Tensor) -> Tensor:

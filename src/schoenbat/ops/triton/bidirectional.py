@@ -119,6 +119,13 @@ def _floor(b_x, b_key_mean, scale, zeroth, slope):
     return zeroth * tl.exp(tl.minimum(tl.maximum(b_exponent, LOWEST_EXPONENT), 0.0)), b_exponent
 
 
+@triton.jit
+def _above(b_total, b_floor, m_below):
+    """The floored denominator; one that overflows shows as NaN, where a quotient of zero would pass for v̄."""
+    b_floored = tl.where(m_below, b_floor, b_total)
+    return tl.where(b_floored == float("inf"), float("nan"), b_floored)
+
+
 @triton.jit(do_not_specialize=LENGTHS)
 def read(
     p_query, p_out, p_scale, p_sums, p_totals, p_key_mean, p_value_mean, p_coefficients,
@@ -166,7 +173,7 @@ def read(
             )  # fmt: skip
         b_total += constant
         b_floor, _ = _floor(b_x, b_key_mean, scale, zeroth, slope)
-        b_floored = tl.where(b_total < b_floor, b_floor, b_total)
+        b_floored = _above(b_total, b_floor, b_total < b_floor)
         b_out = b_value_mean[None, :] + b_numerator / b_floored[:, None]
         store_tile(p_out, start, b_out, m_n, DV, BLOCK, BLOCK_V)
 
@@ -225,7 +232,7 @@ def read_backward(
         b_key_mean = tl.load(p_key_mean + tl.arange(0, BLOCK_D))
         b_floor, b_exponent = _floor(b_x, b_key_mean, scale, zeroth, slope)
         m_below = b_total < b_floor
-        b_inverse = 1.0 / tl.where(m_below, b_floor, b_total)
+        b_inverse = 1.0 / _above(b_total, b_floor, m_below)
         b_grad = b_grad * b_inverse[:, None]
         b_dfloored = -tl.sum(b_grad * b_numerator, axis=1) * b_inverse
         b_dtotal = tl.where(m_below, 0.0, b_dfloored)

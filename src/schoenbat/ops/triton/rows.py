@@ -45,7 +45,7 @@ def unit_backward(b_dx, b_x, b_factor, EPS, UNIT: tl.constexpr, DIM: tl.constexp
     if UNIT > 0:
         b_unit = b_x.to(tl.float32)
         # Rows shorter than the least norm were multiplied by a constant.
-        b_along = tl.where(b_factor * b_factor * (DIM * EPS) < 1.0, tl.sum(b_dx * b_unit, axis=1), 0.0)
+        b_along = tl.where(b_factor < tl.rsqrt(DIM * EPS), tl.sum(b_dx * b_unit, axis=1), 0.0)
         b_dx = (b_dx - b_along[:, None] * b_unit) * b_factor[:, None]
         if UNIT > 1:
             b_dx = _centred(b_dx, DIM, BLOCK_D)
