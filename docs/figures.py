@@ -4,9 +4,9 @@ Reads JSON in docs/figures, benchmarks/results and results; writes docs/figures/
 their markers in the pages.
 """
 
+import importlib.util
 import io
 import json
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,11 +45,19 @@ def figures() -> dict[str, str]:
     }
 
 
+def _load(path: Path) -> Any:
+    """A script as a module, without its neighbours on the path."""
+    specification = importlib.util.spec_from_file_location(path.stem, path)
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
 def tables() -> dict[str, dict[str, str]]:
     """Tables by the page and their name on it."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    from gpu_page import speed_table, training_table
-
+    page = _load(ROOT / "benchmarks" / "gpu_page.py")
     gpu, training = (_read(RESULTS / f"{name}nvidia-h200.json") for name in ("", "training-"))
     return {
         "choosing": {"sharpness": _sharpness_table(_read(FIGURES / "sharpness.json"))},
@@ -57,7 +65,7 @@ def tables() -> dict[str, dict[str, str]]:
             "cpu": _crossover_table(_cpu_times(_read(RESULTS / "cpu.json")), "SDPA"),
             "gpu": _crossover_table(_gpu_times(gpu), "SDPA (cuDNN)"),
         },
-        "gpu": {"gpu": speed_table(gpu), "training": training_table(training)},
+        "gpu": {"gpu": page.speed_table(gpu), "training": page.training_table(training)},
         "long-context": {"parallel": _parallel_table(_read(RESULTS / "parallel.json"))},
         "converting": {"minilm": _minilm_table()},
     }

@@ -85,7 +85,7 @@ def build_attention(text: str, head_dim: int, num_heads: int, max_length: int | 
         options["max_length"] = max_length
     try:
         module = attention(head_dim, num_heads, **options)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(f"attention {text!r}: {error}") from error
     if causal:
         module.register_forward_pre_hook(_make_causal, with_kwargs=True)

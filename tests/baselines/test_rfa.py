@@ -253,7 +253,7 @@ def test_memory_is_linear(is_causal, gate):
     assert largest.numel <= 4096 * 128
 
 
-@pytest.mark.parametrize("num_features", [0, 7])
-def test_features_come_in_pairs(num_features):
-    with pytest.raises(ValueError, match=f"must be even.*got {num_features}"):
+@pytest.mark.parametrize(("num_features", "problem"), [(0, "at least 2, got 0"), (7, "must be even.*got 7")])
+def test_features_come_in_pairs(num_features, problem):
+    with pytest.raises(ValueError, match=problem):
         RFA(4, 2, num_features=num_features)

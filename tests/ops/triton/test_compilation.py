@@ -15,7 +15,9 @@ SPILLED_BY_WIDE_HEADS = 1000
 # Causal kernels hold scores beside their accumulators.
 SPILLED_BY_SCORES = 128
 # Two warps hold what four could, for maps of several degrees: see `launch.tiles_for`.
-SPILLED_BY_TWO_WARPS = 800
+SPILLED_BY_TWO_WARPS = 1000
+# Gradients of a map that stays at hand for all tiles spill and were still a quarter faster: docs/kernels.md.
+SPILLED_BY_WHOLE_MAPS = 400
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +33,8 @@ def test_nothing_spills(usages):
     assert len(usages) == 44
     for usage in usages:
         allowed = SPILLED_BY_SCORES if usage["kernel"].startswith("causal") else 64
+        if usage["kernel"].startswith("bidirectional") and usage["kernel"].endswith("_backward"):
+            allowed = SPILLED_BY_WHOLE_MAPS
         if usage["dtype"] == "torch.bfloat16" and not usage["quadratic"]:
             allowed = SPILLED_BY_TWO_WARPS
         if usage["width"] > 64:
