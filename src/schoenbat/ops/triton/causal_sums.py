@@ -6,8 +6,8 @@ TILES tiles are a segment: one program goes through it and leaves the sums over 
 that lies before each chunk (each tile, for sums of rows alone); `scan` adds up what is `far`, the segments before.
 
 `accumulate` and `scan` serve keys and values in the forward pass and, backwards, queries and output gradients in the
-backward pass. `read` gives each query row its output, `query_backward` its gradient and what `accumulate` needs from it,
-`key_backward` the gradients of keys and values, for each query head.
+backward pass. In `causal`, `read` gives each query row its output, `query_backward` its gradient and what `accumulate` needs
+from it; in `causal_keys`, `key_backward` gives the gradients of keys and values, for each query head.
 
 With f the floored denominator of a row, T what the features give it and e = (f - T) / count, which is the constant's
 weight unless the floor acts,

@@ -16,7 +16,7 @@ from schoenbat.ops.triton.plan import Plan
 
 # Two programs at a time for each of a large GPU's 132 multiprocessors; of two warps, twice as many fit.
 _PROGRAMS = 264
-SUM_ROWS = 64
+_SUM_ROWS = 64
 
 
 class Tiles(NamedTuple):
@@ -201,7 +201,7 @@ def _summary(
     parts = _summarize(key, value, mask, None, shape._replace(groups=1), plan, None, key_scale, unit)
     heads = key.shape[0] * key.shape[1]
     summary = _empty_summary(heads, shape, plan, key)
-    rows = min(SUM_ROWS, triton.next_power_of_2(max(16, plan.num_features)))
+    rows = sum_rows(plan)
     bidirectional_sums.finish[(heads, max(1, triton.cdiv(plan.num_features, rows)))](
         *(*parts, _count(key, mask), *summary, key.shape[-2], parts[0].shape[0] // heads, plan.num_features),
         HEADS=key.shape[1],
@@ -230,7 +230,7 @@ def _summary_backward(
     parts = _summarize(query, grad, None, by_row, shape, plan, query_scale, key_scale, unit)
     heads = shape.batch * shape.heads
     to_summary = _empty_summary(heads, shape, plan, query)
-    rows = min(SUM_ROWS, triton.next_power_of_2(max(16, plan.num_features)))
+    rows = sum_rows(plan)
     bidirectional_sums.finish_backward[(heads, shape.block_v // 16)](
         *(*parts, _count(key, mask), totals, *to_summary),
         *(key.shape[-2], parts[0].shape[0] // heads, plan.num_features),
@@ -247,6 +247,11 @@ def _summary_backward(
 def _empty_summary(heads: int, shape: Shape, plan: Plan, like: Tensor) -> list[Tensor]:
     sums, *rest = summary_shapes(shape, plan)
     return [like.new_empty(heads, *sums), *(like.new_empty(heads, *s, dtype=torch.float32) for s in rest)]
+
+
+def sum_rows(plan: Plan) -> int:
+    """How many rows of the sums a program adds up."""
+    return min(_SUM_ROWS, triton.next_power_of_2(max(16, plan.num_features)))
 
 
 def summary_shapes(shape: Shape, plan: Plan) -> list[tuple[int, ...]]:

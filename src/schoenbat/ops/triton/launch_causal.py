@@ -10,7 +10,6 @@ from torch import Tensor
 
 from schoenbat.ops.triton import causal, causal_keys, causal_sums
 from schoenbat.ops.triton.launch import (
-    SUM_ROWS,
     Shape,
     Tiles,
     as_rows,
@@ -18,6 +17,7 @@ from schoenbat.ops.triton.launch import (
     map_arguments,
     per_map,
     split,
+    sum_rows,
 )
 from schoenbat.ops.triton.launch import tiles_for as bidirectional_tiles
 from schoenbat.ops.triton.plan import Plan
@@ -217,7 +217,7 @@ def _sums(
         CHUNK=axis.chunk,
         **shape.constants(plan, axis.tiles),
     )
-    rows_each = min(SUM_ROWS, triton.next_power_of_2(max(16, plan.num_features)))
+    rows_each = sum_rows(plan)
     causal_sums.scan[(heads, max(1, triton.cdiv(plan.num_features, rows_each)))](
         *(*parts, *sums[4:], axis.first_key, *axis.cut, plan.num_features),
         AFTER=after,
