@@ -86,14 +86,31 @@ def test_options_reach_the_class_with_their_types():
         ("", "unknown attention ''"),
         (
             "softmax:temperature=2",
-            "unknown option 'temperature' of attention 'softmax'; known are naive, qk_norm, dropout, causal",
+            "unknown option 'temperature' of attention 'softmax'; known are naive, qk_norm, scale, .*causal",
         ),
         ("schoenbat:head_dim=4", "unknown option 'head_dim' .* num_features, kernel, construction"),
         ("schoenbat:kernel", "has no value; write kernel=value"),
-        ("mean:causal=yes", "causal of attention 'mean' is true or false, got 'yes'"),
+        ("mean:causal=yes", "causal of attention 'mean' is one of false, true, both; got 'yes'"),
+        ("mean:causal=1", "causal of attention 'mean' is one of false, true, both; got 1"),
+        ("mean:rotary=both", "rotary of attention 'mean' is one of false, true; got 'both'"),
+        ("mean:conv=0", "conv must be an integer of at least 1, got 0"),
+        ("softmax:qk_norm=batch", "qk_norm is True, False, 'token' or 'l2', got 'batch'"),
+        ("softmax:scale=learned", "scale is 'auto', a float or None, got 'learned'"),
+        ("schoenbat:kernel=1-x", "must not be negative"),
         ("schoenbat:kernel=foo", "foo"),
     ],
 )
 def test_errors_name_what_is_wrong_and_what_is_known(text, problem):
     with pytest.raises(ValueError, match=problem):
         build_attention(text, head_dim=8, num_heads=2)
+
+
+def test_causal_both_needs_an_even_number_of_heads():
+    with pytest.raises(ValueError, match="halves the heads, but there are 3"):
+        build_attention("softmax:causal=both", head_dim=8, num_heads=3)
+
+
+def test_a_kernel_may_be_a_formula():
+    attention = build_attention("schoenbat:kernel=(2+x)**2,num_features=32", head_dim=8, num_heads=2)
+    assert attention.kernel.coefficients(3).tolist() == pytest.approx([4, 4, 1, 0], abs=1e-12)
+    assert build_attention("schoenbat:kernel=exp", head_dim=8, num_heads=2).kernel.name == "exp"

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import nn
 
+from schoenbat.adapters import BothWays, Convolved, HeadNorm, Rotary
 from schoenbat.baselines import (
     RFA,
     BigBird,
@@ -18,6 +19,7 @@ from schoenbat.baselines import (
     Skyformer,
     Softmax,
 )
+from schoenbat.kernels import DotProductKernel
 from schoenbat.modules import SchoenbAt
 
 _ATTENTIONS: dict[str, type[nn.Module]] = {
@@ -37,6 +39,13 @@ _ATTENTIONS: dict[str, type[nn.Module]] = {
 # What the caller of build_attention gives, not the text.
 _GIVEN = {"self", "head_dim", "num_heads", "max_length", "device", "dtype", "process_group"}
 _WORDS = {"true": True, "false": False, "none": None}
+# Options of every attention with what they may be, the default first; `Convolved` checks its width itself.
+_OF_ALL: dict[str, tuple[Any, ...]] = {
+    "causal": (False, True, "both"),
+    "rotary": (False, True),
+    "conv": (None,),
+    "head_norm": (False, True),
+}
 
 
 def attention_names() -> tuple[str, ...]:
@@ -52,12 +61,12 @@ def attention_options(name: str) -> tuple[str, ...]:
     """The options that the attention ``name`` takes in `build_attention`.
 
     >>> attention_options("softmax")
-    ('naive', 'qk_norm', 'dropout', 'causal')
+    ('naive', 'qk_norm', 'scale', 'dropout', 'causal', 'rotary', 'conv', 'head_norm')
     """
     if name not in _ATTENTIONS:
         raise ValueError(f"unknown attention {name!r}; known are {', '.join(_ATTENTIONS)}")
     parameters = inspect.signature(_ATTENTIONS[name]).parameters
-    return (*(option for option in parameters if option not in _GIVEN), "causal")
+    return (*(option for option in parameters if option not in _GIVEN), *_OF_ALL)
 
 
 def build_attention(text: str, head_dim: int, num_heads: int, max_length: int | None = None) -> nn.Module:
@@ -65,7 +74,11 @@ def build_attention(text: str, head_dim: int, num_heads: int, max_length: int | 
 
     Args:
         text: ``"name"`` or ``"name:option=value,..."``. The options are the keyword arguments of the
-            attention's class, and ``causal=true``, which makes every call causal.
+            attention's class; a kernel may also be a formula, as in ``kernel=(2+x)**2``. Every attention
+            takes besides: ``causal=true``, which makes every call causal, or ``causal=both``, half of the
+            heads causal and the other half seeing what comes after; ``rotary=true``, queries and keys are
+            turned by their positions; ``conv=K``, a convolution of the values over K positions is added;
+            ``head_norm=true``, the rows of every head are normalised at the end.
         head_dim: the dimension of one head.
         num_heads: the number of query heads.
         max_length: the longest sequence, for attentions that must know it.
@@ -77,19 +90,46 @@ def build_attention(text: str, head_dim: int, num_heads: int, max_length: int | 
         raise TypeError(f"an attention is named by a str, got {text!r}; known are {', '.join(_ATTENTIONS)}")
     name, _, option_text = text.partition(":")
     options = _parse_options(name, option_text, attention_options(name))
-    attention = _ATTENTIONS[name]
-    causal = options.pop("causal", False)
-    if not isinstance(causal, bool):
-        raise ValueError(f"option causal of attention {name!r} is true or false, got {causal!r}")
-    if "max_length" in inspect.signature(attention).parameters:
-        options["max_length"] = max_length
+    given = {option: options.pop(option, words[0]) for option, words in _OF_ALL.items()}
+    _check_words(name, given)
     try:
-        module = attention(head_dim, num_heads, **options)
+        if given["causal"] == "both":
+            if num_heads % 2:
+                raise ValueError(f"causal=both halves the heads, but there are {num_heads}")
+            module: nn.Module = BothWays(
+                *(_build(name, head_dim, num_heads // 2, max_length, options) for _ in range(2))
+            )
+        else:
+            module = _build(name, head_dim, num_heads, max_length, options)
+        if given["rotary"]:
+            module = Rotary(module)
+        if given["conv"] is not None:
+            module = Convolved(module, num_heads, head_dim, given["conv"])
+        if given["head_norm"]:
+            module = HeadNorm(module, num_heads, head_dim)
     except (TypeError, ValueError) as error:
         raise ValueError(f"attention {text!r}: {error}") from error
-    if causal:
+    if given["causal"] is True:
         module.register_forward_pre_hook(_make_causal, with_kwargs=True)
     return module
+
+
+def _build(
+    name: str, head_dim: int, num_heads: int, max_length: int | None, options: dict[str, Any]
+) -> nn.Module:
+    attention = _ATTENTIONS[name]
+    if "max_length" in inspect.signature(attention).parameters:
+        options = options | {"max_length": max_length}
+    return attention(head_dim, num_heads, **options)
+
+
+def _check_words(name: str, given: dict[str, Any]) -> None:
+    for option in ("causal", "rotary", "head_norm"):
+        value, words = given[option], _OF_ALL[option]
+        # By type too, as 1 is equal to True.
+        if (type(value), value) not in [(type(word), word) for word in words]:
+            known = ", ".join(str(word).lower() for word in words)
+            raise ValueError(f"option {option} of attention {name!r} is one of {known}; got {value!r}")
 
 
 def _parse_options(name: str, text: str, known: tuple[str, ...]) -> dict[str, Any]:
@@ -100,8 +140,13 @@ def _parse_options(name: str, text: str, known: tuple[str, ...]) -> dict[str, An
             raise ValueError(f"option {part!r} of attention {name!r} has no value; write {option}=value")
         if option not in known:
             raise ValueError(f"unknown option {option!r} of attention {name!r}; known are {', '.join(known)}")
-        options[option] = _parse_value(value)
+        options[option] = _parse_kernel(value) if option == "kernel" else _parse_value(value)
     return options
+
+
+def _parse_kernel(text: str) -> str | DotProductKernel:
+    """A name, or a formula in x: entire functions alone, for which no radius need be told."""
+    return DotProductKernel.from_expression(text) if "x" in text.replace("exp", "") else text
 
 
 def _parse_value(text: str) -> bool | int | float | str | None:

@@ -51,16 +51,20 @@ def test_equals_the_formula(naive, num_queries, is_causal, masked):
 
 
 @pytest.mark.parametrize("naive", [False, True])
-def test_normalised_equals_the_formula(naive):
+@pytest.mark.parametrize(("mode", "scale"), [(True, "auto"), ("l2", "auto"), ("token", 3.0), ("l2", None)])
+def test_normalised_equals_the_formula(naive, mode, scale):
     query, key, value = inputs(value_dim=4)
-    attention = make(naive=naive, qk_norm=True)
+    attention = make(naive=naive, qk_norm=mode, scale=scale)
+    assert (attention.rho is not None) == (scale == "auto")
 
     def unit(x):
-        x = x - x.mean(-1, keepdim=True)
+        x = x if mode == "l2" else x - x.mean(-1, keepdim=True)
         return x / x.norm(dim=-1, keepdim=True)
 
-    scale = 4 * (20 * attention.rho).exp()[:, None, None]
-    a = (scale * unit(query) @ unit(key).mT).softmax(-1) @ value
+    factor = 0.5 if scale is None else scale  # 1/√d
+    if attention.rho is not None:
+        factor = 4 * (20 * attention.rho).exp()[:, None, None]
+    a = (factor * unit(query) @ unit(key).mT).softmax(-1) @ value
     gamma, beta = attention.post.gamma[:, None], attention.post.beta[:, None]
     expected = gamma * a * (a.square() + 1e-6).pow((beta - 1) / 2)
     torch.testing.assert_close(attention(query, key, value), expected)

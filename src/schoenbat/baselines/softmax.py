@@ -27,7 +27,9 @@ class Softmax(Baseline):
             the paper of SchoenbAt normalises its times by.
         qk_norm: compute ``postSBN(softmax(s · preSBN(Q) preSBN(K)ᵀ) V)`` with the normalisations of
             `SchoenbAt` and its learned scale of each head, ``s = 4·exp(20ρ)``: all that `SchoenbAt` does but
-            for its feature map. Values are then of width head_dim.
+            for its feature map. Values are then of width head_dim. True stands for the normalisation
+            ``"token"``; ``"l2"`` divides rows by their norms alone.
+        scale: ``"auto"``: learned with ``qk_norm``, else ``1/√d``; None for ``1/√d``; a float.
         dropout: the share of attention weights set to zero in training.
 
     Example:
@@ -43,21 +45,31 @@ class Softmax(Baseline):
         num_heads: int,
         *,
         naive: bool = False,
-        qk_norm: bool = False,
+        qk_norm: bool | str = False,
+        scale: str | float | None = "auto",
         dropout: float = 0.0,
     ) -> None:
         super().__init__(head_dim, num_heads)
         self.naive, self.dropout = naive, check_number("dropout", dropout, 0, 1)
-        self.query_norm = PreSBN("token") if qk_norm else None
-        self.key_norm = PreSBN("token") if qk_norm else None
-        self.rho = nn.Parameter(torch.zeros(num_heads)) if qk_norm else None
+        if qk_norm not in (False, True, "token", "l2"):
+            raise ValueError(f"qk_norm is True, False, 'token' or 'l2', got {qk_norm!r}")
+        if isinstance(scale, str) and scale != "auto":
+            raise ValueError(f"scale is 'auto', a float or None, got {scale!r}")
+        self.query_norm, self.key_norm = (
+            PreSBN("l2" if qk_norm == "l2" else "token") if qk_norm else None for _ in range(2)
+        )
+        learned = bool(qk_norm) and scale == "auto"
+        self.rho = nn.Parameter(torch.zeros(num_heads)) if learned else None
+        self._fixed_scale = check_number(
+            "scale", 1 / math.sqrt(head_dim) if scale in ("auto", None) else scale
+        )
         self.post = PostSBN(num_heads, head_dim) if qk_norm else None
 
     @property
     def scale(self) -> float | Tensor:
-        """The logit scale: ``1/√d``, or with ``qk_norm`` a tensor ``(num_heads,)``."""
+        """The logit scale: a float, or a tensor ``(num_heads,)`` where it is learned."""
         if self.rho is None:
-            return 1 / math.sqrt(self.head_dim)
+            return self._fixed_scale
         rho = self.rho.to(torch.promote_types(self.rho.dtype, torch.float32))
         return FIRST_SCALE * (SCALE_SPEED * rho).exp()
 

@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.progress import Progress, TaskID
 
 from schoenbat.cli.terminal import console, explained, print_files, progress_bar, split_names
+from schoenbat.experiments.groups import GROUPS, Group, find_group
 
 if TYPE_CHECKING:
     from schoenbat.training.sweep import Cell, Event, SweepOptions
@@ -21,20 +22,23 @@ app = typer.Typer()
 @app.command(
     epilog="Example: schoenbat lra sweep --tasks text,listops --attentions softmax,rfa "
     "--attentions schoenbat:kernel=inv,causal=true --seeds 3 --jobs 4 --budget 9m\n\n"
-    "Example: schoenbat lra sweep --attentions all --attentions softmax:naive=true --timing"
+    "Example: schoenbat lra sweep --attentions all --attentions softmax:naive=true --timing\n\n"
+    "Example: schoenbat lra sweep --group main --jobs 5 --budget 9m --known results/lra.json"
 )
 def sweep(
     attentions: Annotated[
-        list[str],
+        list[str] | None,
         typer.Option(
             help="'all', or names separated by commas, with options as in 'schoenbat:kernel=inv,post=false'. "
             "May be repeated."
         ),
-    ],
-    tasks: Annotated[
-        str, typer.Option(help="Tasks, separated by commas.")
-    ] = "text,listops,retrieval,pathfinder,image",
-    seeds: Annotated[int, typer.Option(help="Train with seeds 0 to SEEDS - 1.")] = 1,
+    ] = None,
+    group: Annotated[
+        str | None,
+        typer.Option(help=f"Attentions, tasks and seeds of a comparison: {', '.join(GROUPS)}."),
+    ] = None,
+    tasks: Annotated[str | None, typer.Option(help="Tasks, separated by commas. Default: all five.")] = None,
+    seeds: Annotated[int | None, typer.Option(help="Train with seeds 0 to SEEDS - 1. Default: 1.")] = None,
     jobs: Annotated[int, typer.Option(help="Runs at once. Times of runs at once are not compared.")] = 1,
     budget: Annotated[
         str | None,
@@ -45,6 +49,9 @@ def sweep(
     ] = False,
     data: Annotated[Path, typer.Option(help="Directory of the tasks' data.")] = Path("data"),
     out: Annotated[Path, typer.Option(help="Directory of the runs.")] = Path("runs"),
+    known: Annotated[
+        Path | None, typer.Option(help="A file by 'lra gather': the runs in it are done already.")
+    ] = None,
     train_option: Annotated[
         list[str] | None,
         typer.Option(
@@ -56,18 +63,19 @@ def sweep(
 
     The exit code is 1 if a run failed, and 0 if all are done or the budget is spent.
     """
-    from schoenbat.experiments.comparison import parse_attentions
     from schoenbat.training.sweep import SweepOptions, parse_duration, parse_train_option
 
     with explained():
+        chosen = _choose(attentions, group)
         options = SweepOptions(
-            tasks=split_names(tasks) or (),
-            attentions=parse_attentions(attentions),
-            seeds=seeds,
+            tasks=chosen.tasks if tasks is None else split_names(tasks) or (),
+            attentions=tuple(chosen.attentions.values()),
+            seeds=chosen.seeds if seeds is None else seeds,
             jobs=jobs,
             timing=timing,
             data=data,
             out=out,
+            known=known,
             train_options=tuple(parse_train_option(text) for text in train_option or []),
             **({"budget": parse_duration(budget)} if budget else {}),
         )
@@ -75,9 +83,35 @@ def sweep(
         raise typer.Exit(1)
 
 
-@app.command(epilog="Example: schoenbat lra table --runs runs --out results")
-def table(
+def _choose(attentions: list[str] | None, group: str | None) -> Group:
+    from schoenbat.experiments.comparison import parse_attentions
+
+    if attentions and group is None:
+        return Group("", {text: text for text in parse_attentions(attentions)})
+    if group is None or attentions:
+        raise ValueError("say what is trained: either --attentions or --group")
+    return find_group(group)
+
+
+@app.command(epilog="Example: schoenbat lra gather --runs runs --into results/lra.json")
+def gather(
+    into: Annotated[Path, typer.Option(help="The file to add the results to.")],
     runs: Annotated[Path, typer.Option(help="Directory of the runs.")] = Path("runs"),
+) -> None:
+    """Add the results of all runs to one small file, which tables and sweeps read in place of the runs."""
+    from schoenbat.training import gathered
+
+    with explained():
+        added, count = gathered.gather(runs, into)
+    console.print(f"{added} added or renewed; {count} runs", highlight=False)
+    print_files([into])
+
+
+@app.command(epilog="Example: schoenbat lra table --runs results/lra.json --out results")
+def table(
+    runs: Annotated[Path, typer.Option(help="Directory of the runs, or a file by 'lra gather'.")] = Path(
+        "runs"
+    ),
     out: Annotated[Path, typer.Option(help="Directory for lra.md and lra.json.")] = Path("out"),
 ) -> None:
     """Accuracy, time and memory of all runs by task and attention, beside the paper's figures."""

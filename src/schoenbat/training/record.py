@@ -140,15 +140,22 @@ def revision() -> str | None:
 def read_result(path: Path) -> RunResult:
     """The run that left the result file ``path``; ValueError where it is no such file or is damaged."""
     try:
-        results = json.loads(path.read_text(encoding="utf-8"))
+        return parse_result(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is not the result of a run: {error!r}") from error
+
+
+def parse_result(results: Any) -> RunResult:
+    """The run that a result file's content tells of; ValueError where it tells of none."""
+    try:
         if results["experiment"] != EXPERIMENT:
             raise ValueError(f"its experiment is {results['experiment']!r}, not {EXPERIMENT!r}")
         (row,) = results["rows"]
         accuracies = {name: Accuracy(**row[name]) if row[name] else None for name in ("best", "last")}
         record = RunRecord(**{**row, **accuracies})
         return RunResult(record, dict(results["options"]), results["machine"]["device"], results["finished"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not the result of a run: {error!r}") from error
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"it is incomplete: {error!r}") from error
 
 
 def flattened(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from schoenbat.registry import build_attention
+from schoenbat.training.gathered import read_runs
 from schoenbat.training.log import read_log
 from schoenbat.training.protocol import OF_WHOLE_RUNS, Protocol
 from schoenbat.training.record import LOG, RESULT, RunResult, find_checkpoint, read_result, run_directory
@@ -85,6 +86,8 @@ class SweepOptions:
     """Time every task and attention once instead of training."""
     data: Path = Path("data")
     out: Path = Path("runs")
+    known: Path | None = None
+    """A file of gathered runs: what is in it is done."""
     train_options: tuple[tuple[str, str], ...] = ()
     """Further options of ``lra train``, as names without dashes and values; flags have the value ``""``."""
 
@@ -232,6 +235,16 @@ def train_command(cell: Cell, options: SweepOptions) -> list[str]:
     return command
 
 
+def is_known(cell: Cell, options: SweepOptions, known: Iterable[RunResult]) -> bool:
+    """Whether one of the ``known`` results is what the sweep asks of the cell."""
+    return any(
+        result.timing == cell.timing
+        and result.record.task == cell.task
+        and _disagreement(result, cell, options) is None
+        for result in known
+    )
+
+
 def is_done(cell: Cell, options: SweepOptions) -> bool:
     """Whether the cell has a readable result that was trained with what the sweep asks for."""
     try:
@@ -258,7 +271,8 @@ def run(options: SweepOptions, command: Command | None = None) -> Generator[Even
     budget = options.budget
     deadline = time.monotonic() + budget
     stop_at = deadline - min(GRACE, budget / 4)
-    done = [cell for cell in options.cells if is_done(cell, options)]
+    known = read_runs(options.known)[0] if options.known is not None else []
+    done = [cell for cell in options.cells if is_done(cell, options) or is_known(cell, options, known)]
     yield from (Skipped(cell, DONE) for cell in done)
     waiting = deque(_begun_first((cell for cell in options.cells if cell not in done), options.out))
     running: list[_Process] = []

@@ -1,0 +1,121 @@
+"""The attentions that are trained side by side, by what the comparison is for."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+TASKS = ("text", "listops", "retrieval", "pathfinder", "image")
+"""In the order of the paper's table."""
+TUNED = "schoenbat"
+"""One configuration for all tasks, chosen on validation data alone."""
+EXACT = "softmax:qk_norm=true"
+"""What `TUNED` approximates: its normalisations and its kernel, without features."""
+KERNELS = ("exp", "inv", "logi", "trigh", "sqrt")
+# The paper's map on the rows as they are, and with its normalisation; both at scale 1/√d.
+_RMFA = "schoenbat:construction=paper,scale=none,normalization=none,post=false"
+_PAPER = "schoenbat:construction=paper,scale=none,normalization=batch"
+
+
+@dataclass(frozen=True)
+class Group:
+    """A comparison: attentions by the name that people read."""
+
+    title: str
+    attentions: Mapping[str, str]
+    tasks: tuple[str, ...] = TASKS
+    seeds: int = 1
+
+
+GROUPS: dict[str, Group] = {
+    "main": Group(
+        "softmax and SchoenbAt",
+        {"softmax": "softmax", "softmax, qk-norm": "softmax:qk_norm=true", "SchoenbAt tuned": TUNED},
+        seeds=5,
+    ),
+    "paper": Group(
+        "the paper's definitions, and what attention adds to averaging",
+        {
+            "SchoenbAt, the paper's text": _PAPER,
+            "SchoenbAt, the paper's code": "schoenbat:construction=paper-code,scale=none,causal=true",
+            "mean of the values": "mean",
+            "mean of the past": "mean:causal=true",
+            "no mixing": "none",
+            "SchoenbAt tuned, exact kernel": EXACT,
+        },
+    ),
+    "peers": Group(
+        "eight others",
+        {
+            "Reformer": "reformer",
+            "Nyströmformer": "nystromformer",
+            "Skyformer": "skyformer",
+            "Informer": "informer",
+            "BigBird": "bigbird",
+            "cosFormer": "cosformer",
+            "RFA": "rfa",
+            "Performer": "performer",
+        },
+    ),
+    "kernels": Group(
+        "SchoenbAt tuned with the paper's other kernels; trigh is exp, so it tells how large noise is",
+        {f"SchoenbAt tuned, {kernel}": f"{TUNED}:kernel={kernel}" for kernel in KERNELS[1:]},
+        tasks=("listops", "pathfinder", "text", "image", "retrieval"),
+    ),
+    "ablation": Group(
+        "RMFA and ppSBN, each alone and both, on Text",
+        {
+            "base": "softmax",
+            **{f"base + RMFA, {kernel}": f"{_RMFA},kernel={kernel}" for kernel in KERNELS},
+            "base + ppSBN": "softmax:qk_norm=true,scale=none",
+            **{f"base + RMFA + ppSBN, {kernel}": f"{_PAPER},kernel={kernel}" for kernel in KERNELS},
+        },
+        tasks=("text",),
+    ),
+    "tuning": Group(
+        "what was tried for the tuned configuration, in short runs",
+        {
+            "as it is": "schoenbat",
+            "rotary": "schoenbat:normalization=l2,rotary=true",
+            "heads both ways": "schoenbat:causal=both",
+            "rotary, heads both ways": "schoenbat:normalization=l2,rotary=true,causal=both",
+            "256 features": "schoenbat:num_features=256",
+            "scale 2": "schoenbat:scale=2.0",
+            "scale 8": "schoenbat:scale=8.0",
+            "exact linear part, random degrees 2 and 3": "schoenbat:kernel=1+x+x**2/2+x**3/6,scale=2.0",
+            "degree-4 products": "schoenbat:kernel=1+x+x**4/24",
+            "squared": "schoenbat:kernel=(2+x)**2",
+            "smaller constant": "schoenbat:kernel=exp(x)-0.9",
+            "head norm for post-SBN": "schoenbat:post=false,head_norm=true",
+            "softmax, qk-norm": "softmax:qk_norm=true",
+            "softmax, qk-norm, rotary": "softmax:qk_norm=l2,rotary=true",
+            "softmax, qk-norm, both ways": "softmax:qk_norm=true,causal=both",
+            "softmax, qk-norm, rotary, both ways": "softmax:qk_norm=l2,rotary=true,causal=both",
+            "softmax, qk-norm, scale 8": "softmax:qk_norm=true,scale=8.0",
+        },
+        tasks=("listops", "image", "pathfinder"),
+    ),
+}
+TUNING_STEPS = 2500
+
+
+def find_group(name: str) -> Group:
+    """The group of this name.
+
+    >>> find_group("peers").title
+    'eight others'
+    """
+    if name not in GROUPS:
+        raise ValueError(f"unknown group {name!r}; known are {', '.join(GROUPS)}")
+    return GROUPS[name]
+
+
+def label_of(attention: str) -> str:
+    """The name that people read of an attention's text; the text itself where it has none.
+
+    >>> label_of("mean:causal=true"), label_of("mean:causal=both")
+    ('mean of the past', 'mean:causal=both')
+    """
+    for group in GROUPS.values():
+        for label, text in group.attentions.items():
+            if text == attention:
+                return label
+    return attention

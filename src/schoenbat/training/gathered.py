@@ -1,0 +1,71 @@
+"""The results of many runs in one file, which is small enough to be kept with the code."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from schoenbat.files import write_atomically
+from schoenbat.training.record import EXPERIMENT, RESULT, RunResult, parse_result, read_result
+
+GATHERED = f"{EXPERIMENT}-runs"
+
+
+def read_runs(path: Path) -> tuple[list[RunResult], list[str]]:
+    """All runs under a directory or in a gathered file, and what could not be read, in sentences."""
+    if path.is_file():
+        return [parse_result(content) for content in _contents(path)], []
+    return _read_directory(path)
+
+
+def gather(directory: Path, file: Path) -> tuple[int, int]:
+    """Add the results of all runs under ``directory`` to ``file``: how many were added, how many it now has.
+
+    Of two results of one task, attention, seed and way of training the one that finished last is kept.
+    """
+    kept = {_identity(content): content for content in (_contents(file) if file.exists() else [])}
+    before = set(map(_text, kept.values()))
+    for path in sorted(directory.rglob(RESULT)):
+        read_result(path)  # complains about a damaged one
+        content = json.loads(path.read_text(encoding="utf-8"))
+        other = kept.get(_identity(content))
+        if other is None or other["finished"] <= content["finished"]:
+            kept[_identity(content)] = content
+    # A run a line: what a further run changes is then a line, too.
+    lines = ",\n".join(_text(kept[identity]) for identity in sorted(kept))
+    write_atomically(file, f'{{"experiment": "{GATHERED}", "runs": [\n{lines}\n]}}\n')
+    return len(set(map(_text, kept.values())) - before), len(kept)
+
+
+def _read_directory(directory: Path) -> tuple[list[RunResult], list[str]]:
+    runs, notes = [], []
+    for path in sorted(directory.rglob(RESULT)):
+        try:
+            runs.append(read_result(path))
+        except ValueError as error:
+            notes.append(f"left out: {error}")
+    return runs, notes
+
+
+def _contents(file: Path) -> Iterable[dict[str, Any]]:
+    try:
+        gathered = json.loads(file.read_text(encoding="utf-8"))
+        if gathered["experiment"] != GATHERED:
+            raise ValueError(f"its experiment is {gathered['experiment']!r}, not {GATHERED!r}")
+        for content in gathered["runs"]:
+            parse_result(content)
+        return gathered["runs"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} does not hold the results of runs: {error!r}") from error
+
+
+def _identity(content: dict[str, Any]) -> tuple[str, ...]:
+    run = parse_result(content)
+    protocol = json.dumps(run.options.get("protocol"), sort_keys=True)
+    record = run.record
+    kind = "timing" if run.timing else "trained"
+    return record.task, record.attention, kind, f"{record.seed:06}", run.device, protocol
+
+
+def _text(content: dict[str, Any]) -> str:
+    return json.dumps(content, sort_keys=True)
