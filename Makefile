@@ -4,10 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test lint types unit slow soak fuzz audit bench test-gpu bench-gpu docs docs-check clean
+.PHONY: help demo test lint types unit slow soak fuzz audit bench test-gpu bench-gpu docs docs-check results results-check clean
 
 help:  ## list the targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -47,8 +47,11 @@ audit: $(READY)  ## bandit on the source, pip-audit on everything that constrain
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[audit]'
 	$(BIN)/python tests/audit.py
 
-test-gpu: $(READY)  ## the tests that need a CUDA device; their summary goes into benchmarks/results/
-	$(BIN)/python -m pytest -m gpu --junitxml=out/test-gpu.xml; $(BIN)/python tests/gpu_summary.py out/test-gpu.xml
+test-gpu: $(READY)  ## the tests that need a CUDA device, and a check of memory; their summary goes into benchmarks/results/
+	rm -f out/test-gpu.xml out/memcheck.xml
+	-$(BIN)/python -m pytest -m gpu --junitxml=out/test-gpu.xml
+	-$(BIN)/python tests/memcheck.py out/memcheck.xml
+	$(BIN)/python tests/gpu_summary.py $$(ls out/test-gpu.xml out/memcheck.xml 2>/dev/null)
 
 bench-gpu: $(READY)  ## speed on this machine's GPU beside SDPA and the memory floor, into benchmarks/results/
 	$(BIN)/python benchmarks/gpu.py
@@ -58,8 +61,17 @@ docs: $(READY)  ## the documentation as a site, into site/
 	$(BIN)/python docs/figures.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-docs-check: docs  ## every page of the site in a real browser; needs the packages chromium and chromium-driver
+docs-check: docs  ## the site and the page of results in a real browser; needs the packages chromium and chromium-driver
 	$(BIN)/python tests/check_site.py
+	$(BIN)/python tests/check_report.py
+
+results: $(READY)  ## RESULTS.md, as HTML in out/ too, and the README's tables, from the result files that are there
+	$(BIN)/schoenbat report --html out/results.html
+	$(BIN)/python benchmarks/gpu_page.py
+	$(BIN)/python benchmarks/cpu_page.py
+
+results-check: $(READY)  ## every figure of README.md and RESULTS.md comes from a result file
+	$(BIN)/python tests/check_results.py
 
 clean:  ## remove the virtual environment and what tools cached
 	rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis build dist site

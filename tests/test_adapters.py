@@ -119,3 +119,12 @@ def test_gradients_reach_every_parameter(text, inputs):
 def test_what_looks_ahead_has_no_causal_form(inputs):
     with pytest.raises(ValueError, match="no causal form"):
         build("mean:causal=both")(*inputs, is_causal=True)
+
+
+@pytest.mark.parametrize(
+    ("option", "problem"), [("rotary=true", "got 3 queries and 7 keys"), ("conv=3", "got 3 queries")]
+)
+def test_what_belongs_to_one_sequence_is_refused_between_two(inputs, option, problem):
+    query, key, value = inputs
+    with pytest.raises(ValueError, match=problem):
+        build(f"softmax:{option}")(query[..., :3, :], key, value)

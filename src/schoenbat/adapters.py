@@ -35,10 +35,11 @@ def rotate(x: Tensor, first: int = 0) -> Tensor:
 
 
 class Rotary(nn.Module):
-    """Queries and keys are turned by their positions; the last query stands where the last key does.
+    """Queries and keys of one sequence are turned by their positions.
 
-    An attention that normalises rows by their norms alone (``normalization=l2``, ``qk_norm=l2``) then sees
-    unit rows, turned.
+    Where a causal call has fewer queries than keys, the last query stands where the last key does. An
+    attention that normalises rows by their norms alone (``normalization=l2``, ``qk_norm=l2``) sees unit rows,
+    turned.
 
     Args:
         attention: what attends.
@@ -48,9 +49,16 @@ class Rotary(nn.Module):
         super().__init__()
         self.attention = attention
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False, **options: Any
+    ) -> Tensor:
         first = key.shape[-2] - query.shape[-2]
-        return self.attention(rotate(query, first), rotate(key), value, **options)
+        if first and not is_causal:
+            raise ValueError(
+                f"rotary positions are those of one sequence, got {query.shape[-2]} queries and "
+                f"{key.shape[-2]} keys; use an attention without them between two sequences"
+            )
+        return self.attention(rotate(query, first), rotate(key), value, is_causal=is_causal, **options)
 
 
 class BothWays(nn.Module):
@@ -114,6 +122,11 @@ class Convolved(nn.Module):
         is_causal: bool = False,
         **options: Any,
     ) -> Tensor:
+        if query.shape[-2] != value.shape[-2]:
+            raise ValueError(
+                f"a convolution of the values has a row for each of the {value.shape[-2]} keys, got "
+                f"{query.shape[-2]} queries; leave conv out between two sequences"
+            )
         out = self.attention(query, key, value, key_mask=key_mask, is_causal=is_causal, **options)
         if key_mask is not None:
             value = value.masked_fill(~key_mask[..., None, :, None], 0)

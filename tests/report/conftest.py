@@ -1,6 +1,7 @@
 """Rows as the experiments yield them, for tables and plots."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -9,6 +10,7 @@ from schoenbat.experiments.demo import DemoRow, Point
 from schoenbat.experiments.error import ErrorRow
 from schoenbat.experiments.speed import PASSES, SpeedRow
 from schoenbat.registry import attention_names
+from schoenbat.translation.record import EpochRow
 
 
 @pytest.fixture
@@ -50,6 +52,18 @@ def attention_errors():
     return [
         AttentionError(name, length, 0.0 if name == "softmax" else 1.234e-5, 1e-6, approximates_softmax(name))
         for name, length in itertools.product(attention_names(), (128, 256, 512, 1024))
+    ]
+
+
+@pytest.fixture
+def translated():
+    """Two epochs for each attention, the second of which was tested."""
+    names = ("softmax", "schoenbat:construction=paper,normalization=token,scale=none")
+    rows = [
+        EpochRow(name, 0, epoch, 3.1, 2.0, 7.4, 30.5, 2.5, 7_500_000) for name in names for epoch in (1, 2)
+    ]
+    return [
+        replace(row, test_bleu_greedy=36.12, test_bleu_beam=37.28) if row.epoch == 2 else row for row in rows
     ]
 
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 import pytest
 from rich.console import Console
 
+from schoenbat.experiments.groups import TASKS
 from schoenbat.registry import attention_names
 from schoenbat.report.lra import (
     NAIVE,
@@ -17,7 +18,6 @@ from schoenbat.report.lra import (
     markdown,
     tabulate,
 )
-from schoenbat.report.paper import TASKS
 from schoenbat.report.results import write_results
 from schoenbat.training.record import Accuracy, RunRecord, RunResult, run_directory
 

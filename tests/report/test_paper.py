@@ -4,8 +4,9 @@ import statistics
 
 import pytest
 
+from schoenbat.experiments.groups import TASKS
 from schoenbat.registry import attention_names, build_attention
-from schoenbat.report.paper import TASKS, figures, printed
+from schoenbat.report.paper import figures, printed
 
 KERNELS = ("exp", "inv", "logi", "trigh", "sqrt")
 

@@ -15,6 +15,11 @@ from schoenbat.report import plots
         (plots.length_plot, "speeds", ["RMFA, exp", "SDPA", "forward+backward"]),
         (plots.attention_speed_plot, "attention_speeds", ["nystromformer", "mean", "forward+backward"]),
         (plots.attention_error_plot, "attention_errors", ["approximates softmax", "performer", "rfa"]),
+        (
+            plots.translation_plot,
+            "translated",
+            ["softmax", "validation BLEU", "validation perplexity", "epoch"],
+        ),
         (plots.training_plot, "trained", ["softmax", "schoenbat", "most frequent label"]),
     ],
 )

@@ -82,3 +82,12 @@ def test_demo_table_and_summary(errors, speeds, trained):
     assert "forward at n = 1,000: RMFA is 100 times as fast as SDPA" in summary
     assert "–" not in summary
     assert "'exact-low' map for sqrt at d = 200, D = 50: 0.012" in summary
+
+
+def test_the_translation_table_shows_the_epoch_that_was_tested(translated):
+    text = printed(tables.translation_table(translated))
+    line = next(line for line in text.splitlines() if line.strip().startswith("softmax"))
+    assert line.split() == ["softmax", "7,500,000", "2.5", "2", "2.000", "7.4", "30.5", "36.1", "37.3"]
+    assert text.count("36.1") == 2
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= 100

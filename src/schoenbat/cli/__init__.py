@@ -7,7 +7,7 @@ INSTALL = "schoenbat's commands need {}; install them with: pip install 'schoenb
 try:
     import typer
 
-    from schoenbat.cli import data, lra, measure
+    from schoenbat.cli import data, lra, measure, report, theorems, translate
 except ModuleNotFoundError as missing:
     raise SystemExit(INSTALL.format(missing.name)) from None
 
@@ -18,8 +18,11 @@ app = typer.Typer(
     help="Attention in linear time: what it costs in accuracy and what it saves, measured on this machine.",
 )
 app.add_typer(measure.app)
+app.add_typer(theorems.app)
 app.add_typer(data.app, name="data")
 app.add_typer(lra.app, name="lra")
+app.add_typer(translate.app)
+app.add_typer(report.app)
 
 
 def main() -> None:

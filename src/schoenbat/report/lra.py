@@ -10,10 +10,13 @@ from typing import Any, TypeVar
 from rich import box
 from rich.table import Table
 
+from schoenbat.experiments.groups import TASKS
 from schoenbat.registry import attention_names
-from schoenbat.report.paper import TASKS, printed
+from schoenbat.report.markdown import NOT_MEASURED
+from schoenbat.report.paper import printed
+from schoenbat.training.gathered import read_runs
 from schoenbat.training.protocol import OF_WHOLE_RUNS
-from schoenbat.training.record import RESULT, RunResult, read_result
+from schoenbat.training.record import RunResult
 
 NAIVE, SDPA = "softmax:naive=true", "softmax"
 """The attentions that times are divided by."""
@@ -24,9 +27,8 @@ AVERAGES = {
     "average": TASKS,
     "average without retrieval": tuple(task for task in TASKS if task != "retrieval"),
 }
-NOT_MEASURED = "–"
 # What tells runs apart, or says where and not how they were trained.
-_NOT_SETTINGS = ("seed", "attention", "timing", "alone", "accelerator", "report_every", "checkpoint_seconds")
+NOT_SETTINGS = ("seed", "attention", "timing", "alone", "accelerator", "report_every", "checkpoint_seconds")
 
 Place = tuple[str, str]
 """Task and attention."""
@@ -91,18 +93,11 @@ class LraTable:
     """The device of all times."""
 
 
-def collect(directory: Path) -> LraTable:
-    """Read every result file under ``directory``."""
-    runs, notes = [], []
-    for path in sorted(directory.rglob(RESULT)):
-        try:
-            runs.append(read_result(path))
-        except ValueError as error:
-            notes.append(f"left out: {error}")
+def collect(path: Path) -> LraTable:
+    """The table of every run under a directory, or in a file that `gather` wrote."""
+    runs, notes = read_runs(path)
     if not runs:
-        raise ValueError(
-            f"no results under {str(directory)!r}; train with: schoenbat lra sweep --out {directory}"
-        )
+        raise ValueError(f"no results under {str(path)!r}; train with: schoenbat lra sweep --out {path}")
     return tabulate(runs, notes)
 
 
@@ -169,7 +164,7 @@ def _grouped(runs: Iterable[RunResult], key: Callable[[RunResult], Key]) -> dict
 
 def _settings(run: RunResult) -> str:
     """How a run was trained, as text that is equal for runs that may be averaged."""
-    settings = {name: value for name, value in run.settings.items() if name not in _NOT_SETTINGS}
+    settings = {name: value for name, value in run.settings.items() if name not in NOT_SETTINGS}
     settings |= {"steps": run.record.steps, "data": run.record.data}
     if run.timing:
         settings = {name: value for name, value in settings.items() if name not in OF_WHOLE_RUNS}
@@ -372,8 +367,8 @@ def _accuracy_cells(row: LraRow) -> tuple[str, ...]:
         row.attention,
         str(row.seeds or ""),
         f"{row.steps:,}" if row.steps else "",
-        _percent(row.accuracy),
-        _percent(row.last_accuracy),
+        percent(row.accuracy),
+        percent(row.last_accuracy),
         "" if row.left_chance is None else f"{row.left_chance:.0%}",
         NOT_MEASURED if row.paper_accuracy is None else f"{100 * row.paper_accuracy:.2f}",
         "" if difference is None else f"{100 * difference:+.2f}",
@@ -406,13 +401,13 @@ def _cost_cells(row: LraRow) -> tuple[str, ...]:
     return (
         row.task,
         row.attention,
-        _number(row.step_seconds, ".2f", 1e3),
-        _number(row.time_over_naive, ".3f"),
-        _number(row.paper_time, ".3f"),
-        _number(row.time_over_sdpa, ".3f"),
-        _number(row.peak_memory, ",.0f", 2**-20),
-        _number(row.paper_memory, ",.0f"),
-        _number(row.parameters, ",.0f"),
+        number(row.step_seconds, ".2f", 1e3),
+        number(row.time_over_naive, ".3f"),
+        number(row.paper_time, ".3f"),
+        number(row.time_over_sdpa, ".3f"),
+        number(row.peak_memory, ",.0f", 2**-20),
+        number(row.paper_memory, ",.0f"),
+        number(row.parameters, ",.0f"),
     )
 
 
@@ -421,12 +416,12 @@ def _sections(table: LraTable) -> list[list[LraRow]]:
     return [[row for row in rows if row.task == task] for task in dict.fromkeys(row.task for row in rows)]
 
 
-def _percent(spread: Spread | None) -> str:
+def percent(spread: Spread | None) -> str:
     if spread is None:
         return NOT_MEASURED
     deviation = "" if spread.deviation is None else f" ± {100 * spread.deviation:.2f}"
     return f"{100 * spread.mean:.2f}{deviation}"
 
 
-def _number(value: float | None, form: str, factor: float = 1.0) -> str:
+def number(value: float | None, form: str, factor: float = 1.0) -> str:
     return NOT_MEASURED if value is None else format(value * factor, form)

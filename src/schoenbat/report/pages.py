@@ -11,11 +11,10 @@ def fill(page: str, shown: Mapping[str, str]) -> str:
         '<!-- n -->\\nnew\\n<!-- end of n -->'
     """
     for name, text in shown.items():
-        begin, end = f"<!-- {name} -->\n", f"\n<!-- end of {name} -->"
-        if begin not in page or end not in page:
-            raise ValueError(
-                f"the page has no place for {name!r}: it needs {begin.strip()} and {end.strip()}"
-            )
-        before, _, rest = page.partition(begin)
-        page = before + begin + text + end + rest.partition(end)[2]
+        begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
+        before, has_begin, rest = page.partition(begin)
+        _, has_end, after = rest.partition(end)
+        if not (has_begin and has_end):
+            raise ValueError(f"the page has no place for {name!r}: it needs {begin} and {end}")
+        page = f"{before}{begin}\n{text}\n{end}{after}"
     return page

@@ -12,6 +12,8 @@ from schoenbat.experiments.comparison import AttentionError, AttentionSpeed, app
 from schoenbat.experiments.demo import DemoRow
 from schoenbat.experiments.error import ErrorRow
 from schoenbat.experiments.speed import PASSES, SpeedRow, speedup
+from schoenbat.experiments.theorems import BiasRow, KernelRow, Row, TailRow
+from schoenbat.translation.record import EpochRow
 
 LABELS = {"rmfa": "RMFA", "sdpa": "SDPA", "exact": "exact kernelized attention"}
 
@@ -131,6 +133,93 @@ def training_plot(rows: Sequence[DemoRow]) -> str:
     accuracy_axes.set(ylabel="validation accuracy, %", ylim=(0, None))
     _name_axes(panels, "steps")
     return _finish(figure, panels)
+
+
+def translation_plot(rows: Sequence[EpochRow]) -> str:
+    """Loss, perplexity and BLEU of every attention after each epoch."""
+    figure, panels = _panels(1, 3)
+    quantities = {
+        "validation_loss": "loss (dotted: training)",
+        "perplexity": "validation perplexity",
+        "validation_bleu": "validation BLEU",
+    }
+    for number, attention in enumerate(dict.fromkeys(row.attention for row in rows)):
+        curve = [row for row in rows if row.attention == attention]
+        epochs = [row.epoch for row in curve]
+        for axes, quantity in zip(panels[0], quantities, strict=True):
+            values = [getattr(row, quantity) for row in curve]
+            axes.plot(epochs, values, marker=".", color=f"C{number}", label=attention)
+        panels[0][0].plot(epochs, [row.train_loss for row in curve], color=f"C{number}", linestyle=":")
+    for axes, title in zip(panels[0], quantities.values(), strict=True):
+        axes.set(title=title)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+    # Of the first epochs, whose perplexity is in the hundreds, a linear axis would show nothing else.
+    panels[0][1].set_yscale("log")
+    _name_axes(panels, "epoch")
+    return _finish(figure, panels, num_columns=2)
+
+
+def theorem_plot(rows: Sequence[Row]) -> str:
+    """Bias against D, the bound and what was measured against D, the kernels' distances against the scale."""
+    tails = [row for row in rows if isinstance(row, TailRow)]
+    kinds = list(dict.fromkeys(row.inputs for row in tails))
+    figure, panels = _panels(1, 2 + len(kinds))
+    for axes in panels[0][:-1]:
+        axes.set_xscale("log", base=2)
+        axes.set_xlabel("features D")
+    for axes in panels[0]:
+        axes.set_yscale("log")
+    _draw_bias(panels[0][0], [row for row in rows if isinstance(row, BiasRow)])
+    for axes, inputs in zip(panels[0][1:], kinds, strict=False):
+        _draw_tail(axes, [row for row in tails if row.inputs == inputs])
+    _draw_kernels(panels[0][-1], [row for row in rows if isinstance(row, KernelRow)])
+    return _finish(figure, panels, num_columns=5)
+
+
+def _draw_bias(axes: Any, rows: Sequence[BiasRow]) -> None:
+    """A curve for each map, ratio whole and rmfa dashed; what cannot be told from none is left out."""
+    styles = {"ratio": "-", "rmfa": "--"}
+    for number, construction in enumerate(dict.fromkeys(row.construction for row in rows)):
+        for quantity, line in styles.items():
+            curve = [
+                row
+                for row in rows
+                if (row.construction, row.quantity) == (construction, quantity) and row.significant
+            ]
+            axes.errorbar(
+                [row.num_features for row in curve],
+                [row.bias for row in curve],
+                yerr=[row.standard_error for row in curve],
+                marker=".",
+                color=f"C{number}",
+                linestyle=line,
+                label=f"{quantity}, {construction}",
+            )
+    counts = sorted({row.num_features for row in rows})
+    axes.plot(counts, [1 / count for count in counts], color="black", linestyle="-.", label="1 / D")
+    axes.set(title="bias", ylabel="share of attention\nminus averaging")
+
+
+def _draw_tail(axes: Any, rows: Sequence[TailRow]) -> None:
+    """A colour for each ε; above the line at 1 the bound says nothing."""
+    for number, epsilon in enumerate(dict.fromkeys(row.epsilon for row in rows)):
+        curve = [row for row in rows if row.epsilon == epsilon]
+        counts = [row.num_features for row in curve]
+        colour = f"C{number}"
+        _curve(axes, [(row.num_features, row.entry) for row in curve], f"ε = {epsilon:g}", color=colour)
+        axes.plot(counts, [row.bound for row in curve], color=colour, linestyle=":")
+    axes.axhline(1.0, color="grey", linewidth=0.8)
+    axes.plot([], [], color="grey", linestyle=":", label="the paper's bound")
+    axes.set(title=f"P(error > ε), {rows[0].inputs}", ylim=(1e-6, 1e5))
+
+
+def _draw_kernels(axes: Any, rows: Sequence[KernelRow]) -> None:
+    # A logarithmic axis has no place for trigh, which is exp.
+    from_exp = [row for row in rows if row.kernel == "exp" and not row.equal]
+    for number, other in enumerate(dict.fromkeys(row.other for row in from_exp)):
+        points = [(row.scale, row.of_signal) for row in from_exp if row.other == other]
+        _curve(axes, points, f"{other} − exp", color=f"C{number}", linestyle="--", marker="s")
+    axes.set(title="kernels", xlabel="scale", ylabel="share of exp\nminus averaging")
 
 
 def _cost_panels(

@@ -1,6 +1,7 @@
 """Results as tables for a terminal of 100 columns."""
 
 from collections.abc import Iterator, Sequence
+from statistics import median
 
 from rich import box
 from rich.table import Table
@@ -9,15 +10,17 @@ from schoenbat.experiments.comparison import AttentionError, AttentionSpeed, gro
 from schoenbat.experiments.demo import DemoRow
 from schoenbat.experiments.error import ErrorRow
 from schoenbat.experiments.speed import BACKWARD, FORWARD, PASSES, SpeedRow, crossover, find_rival, speedup
-
-NOT_MEASURED = "–"
+from schoenbat.report.markdown import NOT_MEASURED
+from schoenbat.translation.record import EpochRow
 
 
 def error_tables(rows: Sequence[ErrorRow]) -> Iterator[Table]:
     """One table for each construction: mean absolute error, and in brackets the relative error."""
     counts = sorted({row.num_features for row in rows})
     for construction in dict.fromkeys(row.construction for row in rows):
-        table = _table(f"{construction}: mean absolute error (relative to plain averaging)", "kernel", "d")
+        table = plain_table(
+            f"{construction}: mean absolute error (relative to plain averaging)", "kernel", "d"
+        )
         for count in counts:
             table.add_column(f"D = {count}", justify="right")
         chosen = [row for row in rows if row.construction == construction]
@@ -36,7 +39,7 @@ def speed_tables(rows: Sequence[SpeedRow]) -> Iterator[Table]:
     rivals = [name for name in ("sdpa", "exact") if any(row.method == name for row in rows)]
     ours = [row for row in rows if row.method == "rmfa"]
     for kernel in dict.fromkeys(row.kernel for row in ours):
-        table = _table(f"RMFA with {kernel}: time, speed-up, peak memory of fwd+bwd", "n", "D")
+        table = plain_table(f"RMFA with {kernel}: time, speed-up, peak memory of fwd+bwd", "n", "D")
         for direction in ("fwd", "fwd+bwd"):
             table.add_column(f"{direction}\nRMFA ms", justify="right")
             for rival in rivals:
@@ -64,7 +67,7 @@ def attention_speed_table(rows: Sequence[AttentionSpeed]) -> Table:
     """One row for each attention: milliseconds at every length, peak memory at the longest, and growth."""
     both = [row for row in rows if row.direction == BACKWARD]
     lengths = sorted({row.length for row in both})
-    table = _table("forward+backward: milliseconds and peak memory over the length n")
+    table = plain_table("forward+backward: milliseconds and peak memory over the length n")
     table.caption = "growth: the power of n from the first to the last length; 1 is linear, 2 quadratic"
     table.add_column("attention", overflow="fold")
     headings = [f"n = {length:,}\nms" for length in lengths]
@@ -85,7 +88,9 @@ def attention_speed_table(rows: Sequence[AttentionSpeed]) -> Table:
 def attention_error_table(rows: Sequence[AttentionError]) -> Table:
     """One row for each attention: error at every length, those apart that approximate something else."""
     lengths = sorted({row.length for row in rows})
-    table = _table("error against softmax(QKᵀ/√d)V, ± its standard error; 0 is softmax, 1 plain averaging")
+    table = plain_table(
+        "error against softmax(QKᵀ/√d)V, ± its standard error; 0 is softmax, 1 plain averaging"
+    )
     table.caption = (
         "* approximates something else than softmax(QKᵀ/√d), or nothing: a distance, no approximation error"
     )
@@ -104,13 +109,39 @@ def attention_error_table(rows: Sequence[AttentionError]) -> Table:
 
 def demo_table(rows: Sequence[DemoRow]) -> Table:
     """The attentions side by side, with the accuracy of always answering the most frequent label."""
-    table = _table("ListOps, short expressions: validation accuracy", "attention")
+    table = plain_table("ListOps, short expressions: validation accuracy", "attention")
     for column in ("parameters", "seconds", "accuracy"):
         table.add_column(column, justify="right")
     for row in rows:
         table.add_row(row.attention, f"{row.parameters:,}", f"{row.seconds:.0f}", f"{row.accuracy:.1%}")
     table.add_section()
     table.add_row("most frequent label", "", "", f"{rows[0].majority:.1%}")
+    return table
+
+
+def translation_table(rows: Sequence[EpochRow]) -> Table:
+    """One row for each attention: the epoch that was tested, and how well it translates."""
+    table = plain_table("Multi30k, German to English: the epoch of the lowest validation loss")
+    table.caption = "perplexity of a subword; BLEU by sacreBLEU, in validation by greedy search"
+    table.add_column("attention", overflow="fold")
+    headings = ("parameters", "seconds\nan epoch", "epoch", "loss", "perplexity", "BLEU")
+    for heading in (*headings, "test BLEU\ngreedy", "\nbeam"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        if row.test_bleu_greedy is None or row.test_bleu_beam is None:
+            continue
+        seconds = [each.seconds for each in rows if each.attention == row.attention]
+        table.add_row(
+            row.attention,
+            f"{row.parameters:,}",
+            _number(median(seconds)),
+            f"{row.epoch}",
+            f"{row.validation_loss:.3f}",
+            _number(row.perplexity),
+            f"{row.validation_bleu:.1f}",
+            f"{row.test_bleu_greedy:.1f}",
+            f"{row.test_bleu_beam:.1f}",
+        )
     return table
 
 
@@ -166,7 +197,7 @@ def _exponent(value: float | None) -> str:
     return NOT_MEASURED if value is None else f"{value:.2f}"
 
 
-def _table(title: str, *columns: str) -> Table:
+def plain_table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.caption_justify = "left"
     for column in columns:

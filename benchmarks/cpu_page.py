@@ -1,0 +1,99 @@
+"""The README's tables that no GPU is needed for: ``python benchmarks/cpu_page.py``.
+
+Reads cpu.json, speed-attentions.json and error-attentions.json in benchmarks/results, minilm.json and
+minilm_window.json in results; writes the tables between their markers in README.md.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from schoenbat.experiments.comparison import AttentionError, AttentionSpeed, growth
+from schoenbat.experiments.speed import BACKWARD, SpeedRow
+from schoenbat.files import write_atomically
+from schoenbat.report.markdown import table
+from schoenbat.report.numerical import length_table
+from schoenbat.report.pages import fill
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+PAGE = ROOT / "README.md"
+ROUNDING = 1e-5
+
+
+def main() -> None:
+    write_atomically(PAGE, fill(PAGE.read_text(encoding="utf-8"), tables()))
+
+
+def tables() -> dict[str, str]:
+    """By the name of their markers."""
+    cpu = _read(HERE / "results" / "cpu.json")
+    speeds = [AttentionSpeed(**row) for row in _read(HERE / "results" / "speed-attentions.json")["rows"]]
+    errors = [AttentionError(**row) for row in _read(HERE / "results" / "error-attentions.json")["rows"]]
+    return {
+        "cpu": length_table([SpeedRow(**row) for row in cpu["rows"]], cpu["options"]),
+        "attentions": attention_table(speeds, errors),
+        "minilm": minilm_table(),
+    }
+
+
+def attention_table(speeds: list[AttentionSpeed], errors: list[AttentionError]) -> str:
+    """Time and memory of forward and backward, their growth, and the distance to softmax."""
+    both = {(row.attention, row.length): row for row in speeds if row.direction == BACKWARD}
+    distance = {(row.attention, row.length): row for row in errors}
+    lengths = sorted({length for _, length in both})
+    shown = lengths[0], lengths[-1]
+    compared = sorted({length for _, length in distance})
+    lines = []
+    for attention in dict.fromkeys(name for name, _ in both):
+        first, last = (both[attention, length] for length in shown)
+        # What takes no memory at any length does not grow.
+        powers = [growth(speeds, attention, name, BACKWARD) or 0.0 for name in ("median", "memory")]
+        far = [distance[attention, length] for length in (compared[0], compared[-1])]
+        lines.append(
+            [
+                attention,
+                *("" if row.median is None else f"{1e3 * row.median:,.1f}" for row in (first, last)),
+                f"{powers[0]:.2f}",
+                "" if last.memory is None else f"{last.memory / 2**20:,.1f}",
+                f"{powers[1]:.2f}",
+                *(_error(row) for row in far),
+            ]
+        )
+    return table(
+        [
+            "attention",
+            *(f"ms, n = {length:,}" for length in shown),
+            "growth of time",
+            f"MiB, n = {shown[1]:,}",
+            "growth of memory",
+            *(f"error, n = {length:,}" for length in (compared[0], compared[-1])),
+        ],
+        lines,
+    )
+
+
+def _error(row: AttentionError) -> str:
+    # Softmax in another order of summation is off by rounding alone.
+    shown = f"{row.error:.2g}" if row.error > ROUNDING else "0"
+    return shown if row.approximates_softmax else f"{shown} *"
+
+
+def minilm_table() -> str:
+    """Mean cosine with the original's sentence embeddings, before and after distillation."""
+    lines = []
+    for name, mode in (("minilm", "linear"), ("minilm_window", "window of ±16 and linear")):
+        content = _read(ROOT / "results" / f"{name}.json")
+        steps = " + ".join(map(str, content["options"]["steps"]))
+        for stage, words in (("converted", "converted"), ("distilled", f"distilled, {steps} steps")):
+            cosines = [f"{row['cosine']:.2f}" for row in content["rows"] if row["stage"] == stage]
+            lines.append([f"{mode}, {words}", *cosines])
+    return table(["", "IMDb", "AAN"], lines)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""German into English with a small Transformer, whatever its attention."""

@@ -1,0 +1,102 @@
+"""Fused kernels under compute-sanitizer's memcheck: ``python tests/memcheck.py out/memcheck.xml``.
+
+Small calls of odd lengths, forward and backward, and a decoding step. Memory comes straight from the driver,
+as torch's own cache would hide what lies beyond a tensor. The report has the form of pytest's, so that
+gpu_summary.py counts it with the other tests.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch.nn import functional as F
+
+from schoenbat import MaclaurinFeatures, RMFAState, rmfa, rmfa_step
+
+TOOL = "compute-sanitizer"
+CALLS = "calls"
+MOST_LINES = 40
+
+
+def calls() -> Iterator[str]:
+    """Run every call, and name it."""
+    for construction in ("exact-low", "unbiased", "paper"):
+        for head_dim, value_dim in ((64, 64), (32, 24), (128, 128)):
+            features = MaclaurinFeatures(
+                head_dim, 64, construction=construction, scale=2.0, seed=0, device="cuda"
+            )
+            for is_causal in (False, True):
+                attend(features, value_dim, is_causal)
+                yield f"{construction}, d = {head_dim}, {'causal' if is_causal else 'bidirectional'}"
+            decode(features, value_dim)
+            yield f"{construction}, d = {head_dim}, decoding"
+
+
+def draw(length: int, *widths: int) -> list[torch.Tensor]:
+    return [
+        F.normalize(torch.randn(1, 2, length, width, device="cuda"), dim=-1).bfloat16() for width in widths
+    ]
+
+
+def attend(features: MaclaurinFeatures, value_dim: int, is_causal: bool) -> None:
+    inputs = [x.requires_grad_() for x in draw(131, features.head_dim, features.head_dim, value_dim)]
+    mask = torch.rand(1, 131, device="cuda") > 0.3
+    rmfa(
+        *inputs, features, key_mask=mask, is_causal=is_causal, implementation="triton"
+    ).float().sum().backward()
+    torch.cuda.synchronize()
+
+
+@torch.no_grad()
+def decode(features: MaclaurinFeatures, value_dim: int) -> None:
+    state = RMFAState.zeros(features, 1, 2, value_dim)
+    token = draw(1, features.head_dim, features.head_dim, value_dim)
+    rmfa_step(*token, features, state, implementation="triton")
+    torch.cuda.synchronize()
+
+
+def check() -> str | None:
+    """What the tool found, if anything."""
+    command = [TOOL, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, __file__, CALLS]
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+    lines = (ended.stdout + ended.stderr).splitlines()
+    print(*lines[-MOST_LINES:], sep="\n")
+    # The program must have come to its end: a tool that could not start it found nothing, either.
+    if ended.returncode == 0 and "all calls ran" in lines:
+        return None
+    return "\n".join(lines[-MOST_LINES:])
+
+
+def write_report(path: Path, problem: str | None) -> None:
+    suite = ET.Element("testsuite", name="memcheck")
+    case = ET.SubElement(suite, "testcase", classname="tests.memcheck", name="no_bad_access")
+    if problem is not None:
+        ET.SubElement(case, "failure", message="compute-sanitizer found errors").text = problem
+    path.parent.mkdir(parents=True, exist_ok=True)
+    ET.ElementTree(suite).write(path)
+
+
+def main() -> None:
+    if sys.argv[1] == CALLS:
+        for name in calls():
+            print(name, flush=True)
+        print("all calls ran")
+        return
+    if shutil.which(TOOL) is None:
+        print(
+            f"{TOOL} is not installed, so accesses of memory were not checked; it comes with the CUDA toolkit"
+        )
+        return
+    problem = check()
+    write_report(Path(sys.argv[1]), problem)
+    sys.exit(problem is not None)
+
+
+if __name__ == "__main__":
+    main()
