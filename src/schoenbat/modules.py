@@ -1,12 +1,11 @@
 """SchoenbAt, the attention module: pre-SBN, feature attention, post-SBN."""
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from schoenbat import calibration, parallel
+from schoenbat import calibration, learned_scale, parallel
 from schoenbat.calibration import mean_row
 from schoenbat.collectives import WithProcessGroup, check_group
 from schoenbat.features import MaclaurinFeatures
@@ -22,12 +21,6 @@ from schoenbat.windowed import RMFAWindowState, check_window, rmfa_window, rmfa_
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-FIRST_SCALE = 4.0
-_FIRST_SHARE_OF_RADIUS = 0.9
-_FIRST_LOGIT = math.log(_FIRST_SHARE_OF_RADIUS / (1 - _FIRST_SHARE_OF_RADIUS))
-# ρ moves by about the learning rate a step; twenty times that is what a scale needs.
-SCALE_SPEED = 20.0
 
 State = RMFAState | RMFAWindowState
 
@@ -130,7 +123,7 @@ class SchoenbAt(WithProcessGroup):
         self.always_causal = False
         self.kernel = get_kernel(kernel)
         learned = isinstance(scale, str)
-        first = _first_scale(self.kernel) if isinstance(scale, str) else scale
+        first = learned_scale.first_scale(self.kernel) if isinstance(scale, str) else scale
         self.features = MaclaurinFeatures(
             head_dim,
             num_features,
@@ -199,19 +192,14 @@ class SchoenbAt(WithProcessGroup):
         """The logit scale: a float, or a tensor ``(num_heads,)`` where it is learned."""
         if self.rho is None:
             return self.features.scale
-        rho = SCALE_SPEED * self.rho.to(torch.promote_types(self.rho.dtype, torch.float32))
-        if self.kernel.radius == math.inf:
-            return FIRST_SCALE * rho.exp()
-        # In float32 a sigmoid reaches 1.
-        return self.kernel.radius * torch.sigmoid(rho + _FIRST_LOGIT).clamp(max=1 - 1e-6)
+        return learned_scale.scale_of(self.rho, self.kernel)
 
     @property
     def far_weight(self) -> Tensor:
         """What far keys weigh beside near ones, ``(num_heads,)``; ones where nothing is near."""
         if self.far_rho is None:
             return torch.ones(self.num_heads, device=self.features.feature_weights.device)
-        rho = self.far_rho.to(torch.promote_types(self.far_rho.dtype, torch.float32))
-        return (SCALE_SPEED * rho).exp()
+        return learned_scale.weight_of(self.far_rho)
 
     def forward(
         self,
@@ -420,28 +408,15 @@ class SchoenbAt(WithProcessGroup):
             raise ValueError(
                 f"the scale is fixed at {self.features.scale:.4g}; make the module with scale='learned'"
             )
-        scale = scale.to(torch.float64)
-        if not _between_zero_and(self.kernel.radius, scale):
-            raise ValueError(
-                f"a scale must be above 0 and below the radius {self.kernel.radius:g} of the kernel "
-                f"{self.kernel.name!r}, got {scale.tolist()}"
-            )
-        if self.kernel.radius == math.inf:
-            rho = (scale / FIRST_SCALE).log()
-        else:
-            rho = torch.logit(scale / self.kernel.radius) - _FIRST_LOGIT
         with torch.no_grad():
-            self.rho.copy_(rho / SCALE_SPEED)
+            self.rho.copy_(learned_scale.rho_of(scale, self.kernel))
 
     def set_far_weight(self, weight: Tensor) -> None:
         """Give each head the weight of far keys that it is to go on from, ``(num_heads,)``."""
         if self.far_rho is None:
             raise ValueError("without a window all keys are far; make the module with window=w")
-        weight = weight.to(torch.float64)
-        if not _between_zero_and(math.inf, weight):
-            raise ValueError(f"the weight of far keys must be positive and finite, got {weight.tolist()}")
         with torch.no_grad():
-            self.far_rho.copy_(weight.log() / SCALE_SPEED)
+            self.far_rho.copy_(learned_scale.rho_of_weight(weight))
 
     def _normalize(
         self,
@@ -521,10 +496,6 @@ class SchoenbAt(WithProcessGroup):
             raise ValueError(f"expected values of width {self.value_dim}, got {tuple(value.shape)}")
 
 
-def _first_scale(kernel: DotProductKernel) -> float:
-    return FIRST_SCALE if kernel.radius == math.inf else _FIRST_SHARE_OF_RADIUS * kernel.radius
-
-
 def _autocast_rounds(*rows: Tensor) -> bool:
     """Whether attention will take rows to another dtype: a row's mean goes before its digits do."""
     device = rows[0].device.type
@@ -532,8 +503,3 @@ def _autocast_rounds(*rows: Tensor) -> bool:
         return False
     kept = torch.float64, torch.get_autocast_dtype(device)
     return any(x.dtype not in kept for x in rows)
-
-
-def _between_zero_and(limit: float, values: Tensor) -> bool:
-    """Both excluded; what is on the meta device has no values."""
-    return values.is_meta or bool(((values > 0) & (values < limit)).all())

@@ -9,7 +9,8 @@ from torch.utils.checkpoint import checkpoint
 
 from schoenbat.baselines.baseline import Baseline
 from schoenbat.baselines.masking import zero_masked
-from schoenbat.modules import FIRST_SCALE, SCALE_SPEED
+from schoenbat.kernels import kernel
+from schoenbat.learned_scale import scale_of
 from schoenbat.normalization import PostSBN, PreSBN
 from schoenbat.options import check_number
 
@@ -70,8 +71,7 @@ class Softmax(Baseline):
         """The logit scale: a float, or a tensor ``(num_heads,)`` where it is learned."""
         if self.rho is None:
             return self._fixed_scale
-        rho = self.rho.to(torch.promote_types(self.rho.dtype, torch.float32))
-        return FIRST_SCALE * (SCALE_SPEED * rho).exp()
+        return scale_of(self.rho, kernel("exp"))
 
     def attend(
         self,

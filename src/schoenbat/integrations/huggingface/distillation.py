@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 
 from schoenbat.integrations.huggingface.attention import AttentionCall, own_scaling, record_attention
 from schoenbat.integrations.huggingface.name import NAME
-from schoenbat.modules import SCALE_SPEED, SchoenbAt
+from schoenbat.learned_scale import SPEED
+from schoenbat.modules import SchoenbAt
 
 Batch = Mapping[str, Any]
 Output = Callable[[Any, Batch], Tensor]
@@ -274,7 +275,7 @@ def _groups(attentions: Iterable[SchoenbAt], rate: float) -> list[dict[str, Any]
     for attention in attentions:
         for name, parameter in attention.named_parameters():
             (scales if name in ("rho", "far_rho") else others).append(parameter)
-    return [{"params": others, "lr": rate}, {"params": scales, "lr": rate / SCALE_SPEED}]
+    return [{"params": others, "lr": rate}, {"params": scales, "lr": rate / SPEED}]
 
 
 def _optimizer(

@@ -1,0 +1,74 @@
+"""A logit scale that is learned: what a parameter ρ, one for each head, stands for.
+
+    ``4·exp(20ρ)``, or ``R·sigmoid(20ρ + logit 0.9)`` for a kernel of finite radius R
+
+Both start at ρ = 0 and cannot leave the range in which a scale makes sense.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from schoenbat.kernels import DotProductKernel
+
+# ρ moves by about the learning rate a step; twenty times that is what a scale needs.
+SPEED = 20.0
+_FIRST = 4.0
+_FIRST_SHARE_OF_RADIUS = 0.9
+_FIRST_LOGIT = math.log(_FIRST_SHARE_OF_RADIUS / (1 - _FIRST_SHARE_OF_RADIUS))
+
+
+def first_scale(kernel: DotProductKernel) -> float:
+    """The scale at ρ = 0."""
+    return _FIRST if kernel.radius == math.inf else _FIRST_SHARE_OF_RADIUS * kernel.radius
+
+
+def scale_of(rho: Tensor, kernel: DotProductKernel) -> Tensor:
+    """The scale that ρ stands for, in float32 at least."""
+    exponent = SPEED * _precise(rho)
+    if kernel.radius == math.inf:
+        return _FIRST * exponent.exp()
+    # In float32 a sigmoid reaches 1.
+    return kernel.radius * torch.sigmoid(exponent + _FIRST_LOGIT).clamp(max=1 - 1e-6)
+
+
+def rho_of(scale: Tensor, kernel: DotProductKernel) -> Tensor:
+    """The ρ that stands for a scale; ValueError unless it lies between 0 and the radius, both excluded.
+
+    Example:
+        >>> from schoenbat import kernel
+        >>> rho_of(torch.tensor([4.0]), kernel("exp")).item()
+        0.0
+    """
+    scale = scale.to(torch.float64)
+    if not _lies_between_zero_and(kernel.radius, scale):
+        raise ValueError(
+            f"a scale must be above 0 and below the radius {kernel.radius:g} of the kernel "
+            f"{kernel.name!r}, got {scale.tolist()}"
+        )
+    if kernel.radius == math.inf:
+        return (scale / _FIRST).log() / SPEED
+    return (torch.logit(scale / kernel.radius) - _FIRST_LOGIT) / SPEED
+
+
+def weight_of(rho: Tensor) -> Tensor:
+    """The weight ``exp(20ρ)``, in float32 at least: 1 at ρ = 0."""
+    return (SPEED * _precise(rho)).exp()
+
+
+def rho_of_weight(weight: Tensor) -> Tensor:
+    """The ρ that stands for a weight; ValueError unless it is positive and finite."""
+    weight = weight.to(torch.float64)
+    if not _lies_between_zero_and(math.inf, weight):
+        raise ValueError(f"the weight of far keys must be positive and finite, got {weight.tolist()}")
+    return weight.log() / SPEED
+
+
+def _lies_between_zero_and(limit: float, values: Tensor) -> bool:
+    """Both excluded; what is on the meta device has no values."""
+    return values.is_meta or bool(((values > 0) & (values < limit)).all())
+
+
+def _precise(rho: Tensor) -> Tensor:
+    return rho.to(torch.promote_types(rho.dtype, torch.float32))
