@@ -60,6 +60,10 @@ GROUPS: dict[str, Group] = {
         {f"SchoenbAt tuned, {kernel}": f"{TUNED},kernel={kernel}" for kernel in KERNELS[1:]},
         tasks=("listops", "pathfinder", "text", "image", "retrieval"),
     ),
+    "convolution": Group(
+        "the same with a convolution of the values, wide enough for the rows above and below a pixel",
+        {"softmax + conv": "softmax:conv=65", "SchoenbAt tuned + conv": f"{TUNED},conv=65"},
+    ),
     "ablation": Group(
         "RMFA and ppSBN, each alone and both, on Text",
         {
@@ -89,6 +93,7 @@ GROUPS: dict[str, Group] = {
             "softmax, qk-norm, rotary": "softmax:qk_norm=l2,rotary=true",
             "softmax, qk-norm, both ways": "softmax:qk_norm=true,causal=both",
             "softmax, qk-norm, rotary, both ways": "softmax:qk_norm=l2,rotary=true,causal=both",
+            "softmax, qk-norm, scale 2": "softmax:qk_norm=true,scale=2.0",
             "softmax, qk-norm, scale 8": "softmax:qk_norm=true,scale=8.0",
         },
         tasks=("listops", "image", "pathfinder"),
