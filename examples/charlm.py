@@ -37,6 +37,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from schoenbat import SchoenbAt
+from schoenbat.adapters import rotate
 from schoenbat.data.parquet import read_columns
 from schoenbat.report.results import write_results
 from schoenbat.training.processes import STRATEGIES, is_sharded, launch, make_fabric
@@ -109,16 +110,6 @@ def read_streams(folder: Path, corpus: str, seed: int) -> tuple[Tensor, Tensor]:
 def laid_end_to_end(texts: list[bytes], seed: int) -> Tensor:
     order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed)).tolist()
     return torch.frombuffer(bytearray(b"".join(texts[i] + b"\0" for i in order)), dtype=torch.uint8)
-
-
-def rotate(x: Tensor, start: int) -> Tensor:
-    """Rotary positions start, start + 1, ... for rows ``(B, H, n, d)``."""
-    half = x.shape[-1] // 2
-    frequency = 10_000.0 ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
-    angle = (start + torch.arange(x.shape[-2], device=x.device))[:, None] * frequency
-    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
-    one, other = x[..., :half], x[..., half:]
-    return torch.cat([one * cos - other * sin, one * sin + other * cos], dim=-1)
 
 
 class Softmax(nn.Module):

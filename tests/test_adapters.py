@@ -36,8 +36,9 @@ def test_turned_rows_meet_by_their_distance_alone(dim):
 
 
 def test_positions_may_begin_later():
-    x = torch.randn(2, 10, 8)
+    x, y = torch.randn(2, 2, 10, 8, dtype=torch.float64).unbind()
     assert_close(rotate(x[:, 4:], first=4), rotate(x)[:, 4:])
+    assert_close(rotate(x, 1000) @ rotate(y, 1000).mT, rotate(x) @ rotate(y).mT)
 
 
 @pytest.mark.parametrize("name", ["schoenbat:normalization=l2,seed=1", "softmax:qk_norm=l2"])

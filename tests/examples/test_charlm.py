@@ -105,13 +105,6 @@ def test_decoding_continues_what_one_call_does(name, window):
     torch.testing.assert_close(torch.cat(rows, dim=1), model(tokens), rtol=1e-4, atol=1e-5)
 
 
-def test_rotary_positions_depend_on_the_distance_alone():
-    x, y = torch.randn(2, 1, 1, 9, 8, dtype=torch.float64).unbind()
-    products = [charlm.rotate(x, start) @ charlm.rotate(y, start).mT for start in (0, 1000)]
-    torch.testing.assert_close(*products, rtol=1e-3, atol=1e-3)  # angles are float32
-    torch.testing.assert_close(charlm.rotate(x, 7).norm(dim=-1), x.norm(dim=-1), rtol=1e-6, atol=0)
-
-
 def test_bits_are_those_of_a_uniform_guess():
     target = torch.randint(256, (2, 5))
     assert math.isclose(float(charlm.bits(torch.zeros(2, 5, 256), target)), 8.0, rel_tol=1e-6)
