@@ -5,6 +5,7 @@ import json
 from dataclasses import asdict, replace
 
 import pytest
+import run_records
 from rich.console import Console
 
 from schoenbat.experiments.groups import TASKS
@@ -19,25 +20,9 @@ from schoenbat.report.lra import (
     tabulate,
 )
 from schoenbat.report.results import write_results
-from schoenbat.training.record import Accuracy, RunRecord, RunResult, run_directory
+from schoenbat.training.record import Accuracy, RunResult, run_directory
 
-RECORD = RunRecord(
-    task="text",
-    attention="softmax",
-    seed=0,
-    steps=100,
-    best=Accuracy(80, 0.7, 0.6),
-    last=Accuracy(100, 0.65, 0.5),
-    majority=0.5,
-    parameters=76_000,
-    seconds=2.0,
-    timed_steps=200,
-    peak_memory=3 * 2**20,
-    devices=1,
-    alone=True,
-    data="abc",
-    revision=None,
-)
+RECORD = replace(run_records.RECORD, steps=100, best=Accuracy(80, 0.7, 0.6), last=Accuracy(100, 0.65, 0.5))
 
 
 def run(test=0.6, *, device="H200", finished="2026-01-01", protocol=None, **more):

@@ -4,30 +4,13 @@ import json
 from dataclasses import asdict, replace
 
 import pytest
+from run_records import RECORD
 
 from schoenbat.report.results import write_results
 from schoenbat.training.gathered import gather, read_runs
 from schoenbat.training.protocol import Protocol
-from schoenbat.training.record import EXPERIMENT, RESULT, Accuracy, RunRecord, read_result, run_directory
+from schoenbat.training.record import EXPERIMENT, RESULT, Accuracy, read_result, run_directory
 from schoenbat.training.sweep import DONE, Skipped, SweepOptions, run
-
-RECORD = RunRecord(
-    task="text",
-    attention="softmax",
-    seed=0,
-    steps=10_000,
-    best=Accuracy(80, 0.7, 0.6),
-    last=Accuracy(100, 0.65, 0.5),
-    majority=0.5,
-    parameters=76_000,
-    seconds=2.0,
-    timed_steps=200,
-    peak_memory=None,
-    devices=1,
-    alone=True,
-    data="abc",
-    revision=None,
-)
 
 
 def leave(directory, **changes):
