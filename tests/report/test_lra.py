@@ -10,15 +10,8 @@ from rich.console import Console
 
 from schoenbat.experiments.groups import TASKS
 from schoenbat.registry import attention_names
-from schoenbat.report.lra import (
-    NAIVE,
-    SDPA,
-    accuracy_table,
-    collect,
-    cost_table,
-    markdown,
-    tabulate,
-)
+from schoenbat.report.lra import NAIVE, SDPA, collect, tabulate
+from schoenbat.report.lra_tables import accuracy_table, cost_table, markdown
 from schoenbat.report.results import write_results
 from schoenbat.training.record import Accuracy, RunResult, run_directory
 

@@ -116,17 +116,18 @@ def table(
 ) -> None:
     """Accuracy, time and memory of all runs by task and attention, beside the paper's figures."""
     from schoenbat.files import write_atomically
-    from schoenbat.report import lra
+    from schoenbat.report.lra import collect
+    from schoenbat.report.lra_tables import accuracy_table, cost_table, markdown
     from schoenbat.report.results import write_results
 
     with explained():
-        collected = lra.collect(runs)
-    console.print(lra.accuracy_table(collected))
-    console.print(lra.cost_table(collected))
+        collected = collect(runs)
+    console.print(accuracy_table(collected))
+    console.print(cost_table(collected))
     for note in collected.notes:
         console.print(f"• {escape(note)}", highlight=False)
     files = [out / "lra.md", out / "lra.json"]
-    write_atomically(files[0], lra.markdown(collected))
+    write_atomically(files[0], markdown(collected))
     options = {"runs": str(runs), "timed_on": collected.timed_on, "notes": collected.notes}
     write_results(files[1], "lra-table", options, [*collected.rows, *collected.averages])
     print_files(files)

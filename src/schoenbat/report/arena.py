@@ -16,9 +16,8 @@ from schoenbat.report.lra import (
     LraRow,
     LraTable,
     Spread,
-    number,
-    percent,
 )
+from schoenbat.report.lra_tables import number, percent
 from schoenbat.report.markdown import NOT_MEASURED, table
 from schoenbat.report.paper import Figures, ablation, figures, method_of, name_of
 from schoenbat.training.record import RunResult
