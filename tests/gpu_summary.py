@@ -37,6 +37,8 @@ def summarize(paths: list[Path]) -> tuple[dict[str, str], list[dict[str, object]
 
 def main() -> None:
     machine, rows, failed = summarize([Path(name) for name in sys.argv[1:]])
+    if "device" not in machine:
+        sys.exit("no report of GPU tests: make test-gpu needs a CUDA device")
     options = {"gpu": machine, "revision": revision(), "failed": failed}
     name = machine["device"].lower().replace(" ", "-")
     write_results(RESULTS / f"tests-{name}.json", "tests", options, rows)

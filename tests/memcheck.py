@@ -83,7 +83,8 @@ def write_report(path: Path, problem: str | None) -> None:
 
 
 def main() -> None:
-    if sys.argv[1] == CALLS:
+    report = sys.argv[1] if len(sys.argv) > 1 else "out/memcheck.xml"
+    if report == CALLS:
         for name in calls():
             print(name, flush=True)
         print("all calls ran")
@@ -94,7 +95,7 @@ def main() -> None:
         )
         return
     problem = check()
-    write_report(Path(sys.argv[1]), problem)
+    write_report(Path(report), problem)
     sys.exit(problem is not None)
 
 

@@ -47,7 +47,7 @@ def table(runs: Path, out: Path) -> list[dict]:
     """The rows of ``lra table`` without what differs from run to run."""
     words = [sys.executable, "-m", "schoenbat.cli", "lra", "table", "--runs", str(runs), "--out", str(out)]
     subprocess.run(words, check=True, capture_output=True)
-    rows = json.loads((out / "lra.json").read_text())["rows"]
+    rows = json.loads((out / "lra-table.json").read_text())["rows"]
     return [{name: value for name, value in row.items() if name not in UNEQUAL} for row in rows]
 
 

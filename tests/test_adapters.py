@@ -107,7 +107,10 @@ def test_head_norm_brings_rows_to_mean_square_one(inputs):
     assert_close(F.normalize(out, dim=-1), F.normalize(plain, dim=-1))
 
 
-@pytest.mark.parametrize("text", ["schoenbat:rotary=true,conv=3,head_norm=true,causal=both", "mean:conv=3"])
+@pytest.mark.parametrize(
+    "text",
+    ["schoenbat:normalization=l2,rotary=true,conv=3,head_norm=true,causal=both", "mean:conv=3"],
+)
 def test_gradients_reach_every_parameter(text, inputs):
     attention = build(text)
     attention(*inputs, key_mask=MASK).square().sum().backward()
@@ -123,9 +126,28 @@ def test_what_looks_ahead_has_no_causal_form(inputs):
 
 
 @pytest.mark.parametrize(
-    ("option", "problem"), [("rotary=true", "got 3 queries and 7 keys"), ("conv=3", "got 3 queries")]
+    ("option", "problem"),
+    [
+        ("rotary=true", "rotary positions belong to one sequence, got 3 queries and 7 keys"),
+        ("conv=3", "convolutions of values belong to one sequence"),
+        ("causal=both", "heads that look both ways belong to one sequence"),
+    ],
 )
 def test_what_belongs_to_one_sequence_is_refused_between_two(inputs, option, problem):
     query, key, value = inputs
     with pytest.raises(ValueError, match=problem):
         build(f"softmax:{option}")(query[..., :3, :], key, value)
+
+
+@pytest.mark.parametrize("option", ["conv=3", "causal=both"])
+def test_grouped_heads_are_refused_where_each_value_head_counts(inputs, option):
+    query, key, value = inputs
+    with pytest.raises(ValueError, match="values of 2 heads, got 1; repeat grouped heads first"):
+        build(f"softmax:{option}")(query, key[:, :1], value[:, :1], enable_gqa=True)
+
+
+@pytest.mark.parametrize("option", ["conv=3", "head_norm=true"])
+def test_values_of_another_width(inputs, option):
+    query, key, value = inputs
+    attention = build(f"schoenbat:value_dim=5,{option}")
+    assert attention(query, key, value[..., :5]).shape == (2, 2, 7, 5)

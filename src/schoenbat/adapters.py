@@ -14,6 +14,22 @@ from schoenbat.options import check_count
 _LONGEST_WAVE = 10_000.0
 
 
+def _check_one_sequence(what: str, query: Tensor, key: Tensor) -> None:
+    if query.shape[-2] != key.shape[-2]:
+        raise ValueError(
+            f"{what} belong to one sequence, got {query.shape[-2]} queries and {key.shape[-2]} keys; use an "
+            "attention without them between two sequences"
+        )
+
+
+def _check_heads(what: str, num_heads: int, value: Tensor) -> None:
+    if value.shape[-3] != num_heads:
+        raise ValueError(
+            f"{what} were made for values of {num_heads} heads, got {value.shape[-3]}; repeat grouped heads "
+            "first"
+        )
+
+
 def rotate(x: Tensor, first: int = 0) -> Tensor:
     """Turn the rows ``(..., n, d)`` by their positions ``first, first + 1, …`` (RoPE).
 
@@ -53,11 +69,8 @@ class Rotary(nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False, **options: Any
     ) -> Tensor:
         first = key.shape[-2] - query.shape[-2]
-        if first and not is_causal:
-            raise ValueError(
-                f"rotary positions are those of one sequence, got {query.shape[-2]} queries and "
-                f"{key.shape[-2]} keys; use an attention without them between two sequences"
-            )
+        if not is_causal:
+            _check_one_sequence("rotary positions", query, key)
         return self.attention(rotate(query, first), rotate(key), value, is_causal=is_causal, **options)
 
 
@@ -86,6 +99,8 @@ class BothWays(nn.Module):
     ) -> Tensor:
         if is_causal:
             raise ValueError("heads that see what comes after have no causal form; use causal=true instead")
+        _check_one_sequence("heads that look both ways", query, key)
+        _check_heads("heads that look both ways", query.shape[-3], value)
         halves = [x.chunk(2, dim=-3) for x in (query, key, value)]
         masks = key_mask, query_mask
         before = self._attend(self.back, [half[0] for half in halves], masks, options)
@@ -109,7 +124,8 @@ class Convolved(nn.Module):
 
     def __init__(self, attention: nn.Module, num_heads: int, value_dim: int, width: int) -> None:
         super().__init__()
-        self.attention, self.width = attention, check_count("conv", width, most=1024)
+        self.attention, self.num_heads = attention, num_heads
+        self.width = check_count("conv", width, most=1024)
         self.weight = nn.Parameter(torch.zeros(num_heads * value_dim, 1, width))
 
     def forward(
@@ -122,11 +138,8 @@ class Convolved(nn.Module):
         is_causal: bool = False,
         **options: Any,
     ) -> Tensor:
-        if query.shape[-2] != value.shape[-2]:
-            raise ValueError(
-                f"a convolution of the values has a row for each of the {value.shape[-2]} keys, got "
-                f"{query.shape[-2]} queries; leave conv out between two sequences"
-            )
+        _check_one_sequence("convolutions of values", query, key)
+        _check_heads("convolutions of values", self.num_heads, value)
         out = self.attention(query, key, value, key_mask=key_mask, is_causal=is_causal, **options)
         if key_mask is not None:
             value = value.masked_fill(~key_mask[..., None, :, None], 0)

@@ -1,6 +1,7 @@
 """Attentions by name with options: ``"schoenbat:kernel=inv,construction=paper,causal=true"``."""
 
 import inspect
+import re
 from typing import Any
 
 from torch import nn
@@ -93,6 +94,11 @@ def build_attention(text: str, head_dim: int, num_heads: int, max_length: int | 
     given = {option: options.pop(option, words[0]) for option, words in _OF_ALL.items()}
     _check_words(name, given)
     try:
+        if isinstance(options.get("kernel"), str):
+            options["kernel"] = _find_kernel(options["kernel"])
+        if given["rotary"]:
+            _check_rotary(name, options)
+        value_dim = options.get("value_dim") or head_dim
         if given["causal"] == "both":
             if num_heads % 2:
                 raise ValueError(f"causal=both halves the heads, but there are {num_heads}")
@@ -104,9 +110,9 @@ def build_attention(text: str, head_dim: int, num_heads: int, max_length: int | 
         if given["rotary"]:
             module = Rotary(module)
         if given["conv"] is not None:
-            module = Convolved(module, num_heads, head_dim, given["conv"])
+            module = Convolved(module, num_heads, value_dim, given["conv"])
         if given["head_norm"]:
-            module = HeadNorm(module, num_heads, head_dim)
+            module = HeadNorm(module, num_heads, value_dim)
     except (TypeError, ValueError) as error:
         raise ValueError(f"attention {text!r}: {error}") from error
     if given["causal"] is True:
@@ -140,13 +146,22 @@ def _parse_options(name: str, text: str, known: tuple[str, ...]) -> dict[str, An
             raise ValueError(f"option {part!r} of attention {name!r} has no value; write {option}=value")
         if option not in known:
             raise ValueError(f"unknown option {option!r} of attention {name!r}; known are {', '.join(known)}")
-        options[option] = _parse_kernel(value) if option == "kernel" else _parse_value(value)
+        options[option] = _parse_value(value)
     return options
 
 
-def _parse_kernel(text: str) -> str | DotProductKernel:
-    """A name, or a formula in x: entire functions alone, for which no radius need be told."""
-    return DotProductKernel.from_expression(text) if "x" in text.replace("exp", "") else text
+def _find_kernel(text: str) -> str | DotProductKernel:
+    """A name, or a formula in x: of entire functions alone, as there is no place for a radius."""
+    return DotProductKernel.from_expression(text) if re.search(r"\bx\b", text) else text
+
+
+def _check_rotary(name: str, options: dict[str, Any]) -> None:
+    """What subtracts a mean over channels from a turned row makes logits depend on more than distances."""
+    option, default = {"schoenbat": ("normalization", "token"), "softmax": ("qk_norm", False)}.get(
+        name, ("", None)
+    )
+    if options.get(option, default) not in ("l2", None, False):
+        raise ValueError(f"rotary=true needs {option}=l2, which keeps distances: add it to the options")
 
 
 def _parse_value(text: str) -> bool | int | float | str | None:

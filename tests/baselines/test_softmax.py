@@ -221,3 +221,16 @@ def test_its_text_names_the_options_that_are_set():
     assert repr(Softmax(4, 2, naive=True, dropout=0.1)) == (
         "Softmax(head_dim=4, num_heads=2, naive=True, dropout=0.1)"
     )
+
+
+def test_statistics_of_the_batch_leave_masked_rows_out_and_are_not_for_causal_training():
+    query, key, value = inputs(value_dim=4)
+    attention = make(qk_norm="batch").train()
+    changed = [x.masked_fill(~KEY_MASK[:, None, :, None], 7.0) for x in (query, key, value)]
+    masks = {"key_mask": KEY_MASK, "query_mask": KEY_MASK}
+    before = attention(query, key, value, **masks)
+    after = attention(*changed, **masks)
+    real = KEY_MASK[:, None, :, None]
+    torch.testing.assert_close(after.masked_fill(~real, 0), before.masked_fill(~real, 0))
+    with pytest.raises(ValueError, match="leaks the future"):
+        attention(query, key, value, is_causal=True)

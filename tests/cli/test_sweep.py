@@ -154,8 +154,8 @@ def test_the_table_is_printed_and_written(invoke, tmp_path):
     result = invoke("table", "--runs", tmp_path / "runs", "--out", tmp_path / "out")
     assert result.exit_code == 0, result.output
     assert "62.50 ± 0.00" in result.output
-    assert "| text | softmax | 2 |" in (tmp_path / "out/lra.md").read_text()
-    results = json.loads((tmp_path / "out/lra.json").read_text())
+    assert "| text | softmax | 2 |" in (tmp_path / "out/lra-table.md").read_text()
+    results = json.loads((tmp_path / "out/lra-table.json").read_text())
     assert results["experiment"] == "lra-table"
     assert results["rows"][0]["accuracy"] == {"mean": 0.625, "deviation": 0.0}
     assert results["rows"][0]["time_over_sdpa"] == 1.0
@@ -164,7 +164,7 @@ def test_the_table_is_printed_and_written(invoke, tmp_path):
 def test_a_table_of_nothing_is_explained(invoke, tmp_path):
     result = invoke("table", "--runs", tmp_path / "nowhere", "--out", tmp_path / "out")
     assert result.exit_code == 2
-    assert "no results under" in result.output
+    assert "there is no" in result.output
     assert not (tmp_path / "out").exists()
 
 

@@ -95,7 +95,7 @@ def test_decay_takes_the_last_significant_biases_alone():
 
     last = [row(count, 64 / count**2, z=9) for count in (16, 32, 64, 128)]
     rows = [row(8, 500.0, z=9), *last, row(256, 0.7, z=1)]
-    assert decay(rows, "paper", "ratio") == pytest.approx(-2)
+    assert decay(rows, "paper", "ratio") == pytest.approx((-2, 64, 128))
     assert decay(rows[-2:], "paper", "ratio") is None
     assert decay(rows, "paper", "rmfa") is None
 
@@ -150,11 +150,11 @@ def test_at_a_small_scale_kernels_differ_by_their_slope_alone(inputs):
     assert rows["sqrt", "exp(x/2)"] < 1e-4
 
 
-def test_the_formula_holds_for_one_key_and_for_no_more():
-    one, two = evaluate_formula(8, (1, 2), seed=0)
-    assert one.right_side == pytest.approx(1)
-    # Two equal keys would give 2^(1/8) / 2; those drawn are close to it.
-    assert two.right_side == pytest.approx(2 ** (1 / 8) / 2, rel=0.1)
+def test_the_formula_is_off_by_about_the_number_of_keys():
+    # Were all logits 0, it would give m^(1/d) / m for m keys; those drawn come close to it.
+    for row in evaluate_formula(64, (2, 8, 32), seed=0):
+        count = row.num_tokens
+        assert row.right_side == pytest.approx(count ** (1 / 64) / count, rel=0.1)
 
 
 def test_more_freedom_restores_more_and_the_scale_most():

@@ -24,6 +24,22 @@ def errors():
 
 
 @pytest.fixture
+def agreements():
+    """A model without a window has no value on that axis."""
+    models = [
+        ("features", 32, "linear"), ("features", 128, "linear"), ("window", None, "linear"),
+        ("window", 4, "window only"), ("window", 64, "window only"), ("scale", 0.5, "softmax"),
+    ]  # fmt: skip
+    return [
+        {"against": against, "value": value, "attention": attention, "calibrated": calibrated}
+        | {"corpus": corpus, "cosine": 0.9, "spearman": 0.8}
+        for (against, value, attention), corpus, calibrated in itertools.product(
+            models, ("imdb", "aan"), (False, True)
+        )
+    ]
+
+
+@pytest.fixture
 def speeds():
     return [
         row

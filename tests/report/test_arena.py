@@ -127,7 +127,7 @@ def test_everything_that_was_tried_is_shown():
     lines = arena.tuning_table(runs).splitlines()
     assert lines[0] == "| attention | steps | Text | ListOps | Retrieval | Pathfinder | Image |"
     assert lines[2] == "| `softmax` | 2,500 | – | 39.00 ± 1.41 | – | – | 50.00 |"
-    assert lines[3] == "| scale 8: `schoenbat:scale=8.0` | 500 | – | 10.00 | – | – | – |"
+    assert lines[3] == "| SchoenbAt, scale 8: `schoenbat:scale=8.0` | 500 | – | 10.00 | – | – | – |"
 
 
 def test_settings_that_were_tried_are_named_and_not_averaged():

@@ -21,6 +21,11 @@ from schoenbat.report import plots
             ["softmax", "validation BLEU", "validation perplexity", "epoch"],
         ),
         (plots.training_plot, "trained", ["softmax", "schoenbat", "most frequent label"]),
+        (
+            plots.agreement_plot,
+            "agreements",
+            ["linear, calibrated", "window only", "aan", "features D", "window ±w", "rank correlation"],
+        ),
     ],
 )
 def test_plots_are_svg_with_named_panels_and_curves(request, plot, rows, names):

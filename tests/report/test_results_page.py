@@ -74,8 +74,9 @@ def test_speed(files, speeds):
     write_results(files.results / "speed.json", "speed", {}, speeds)
     shown = part(make_page(files), "speed")
     assert "| exp | 1,000 | 400.0 / 400.0 | 100.0 / 100.0 |" in shown
-    files.benchmarks.mkdir(parents=True)
-    write_results(files.benchmarks / "cpu.json", "cpu", {"num_heads": 8, "head_dim": 64}, speeds)
+    benchmarks = files.results.parent / "benchmarks" / "results"
+    benchmarks.mkdir(parents=True)
+    write_results(benchmarks / "cpu.json", "cpu", {"num_heads": 8, "head_dim": 64}, speeds)
     assert "[benchmarks/results/cpu.json](benchmarks/results/cpu.json)" in part(make_page(files), "cpu")
 
 
@@ -86,7 +87,7 @@ def test_runs(files, file, name):
     write_runs(files.results / f"{file}.json", RECORD)
     shown = part(make_page(files), name)
     where = f"[results/{file}.json](results/{file}.json)"
-    assert shown.startswith(f"{where}: 1 runs and 0 timings on H200, the last of 2026-02-03.")
+    assert shown.startswith(f"{where}: runs, 1 trained, on H200, the last of 2026-02-03.")
     assert {
         "lra": "| softmax | 60.00 |",
         "ablation": "| base | 60.00 |",

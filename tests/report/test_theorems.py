@@ -2,6 +2,7 @@
 
 import io
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -17,10 +18,11 @@ def rows():
     unseen = {"numerator", "denominator"}
     return [
         *(
-            BiasRow("bias", "paper", 16, count, 8192, quantity, 0.8 / count, 1e-3, z, 0.0, 1.0, 0.25)
+            BiasRow("bias", "paper", 16, count, 8192, quantity, 0.8 / count, 1e-3, z, along, 1.0, 0.25)
             for count in (8, 16, 32)
             for quantity in QUANTITIES
             for z in [0.5 if quantity in unseen else 9.0]
+            for along in [0.1 if quantity == "ratio" else -0.1]
         ),
         TailRow("tail", "rows", "exp", 16, 128, 1.0, 64, 199.4, 4683, 0.25, 0.5, 0.0),
         TailRow("tail", "pair", "inv", 1, 256, 1.0, 64, 1.3e-53, 5, 0.0625, 0.0625, 1.0),
@@ -42,7 +44,13 @@ def printed(rows):
 
 def test_a_bias_in_the_noise_is_a_limit(rows):
     line = next(line for line in printed(rows).splitlines() if line.split()[:2] == ["paper", "8"])
-    assert line.split()[2:] == ["<", "0.1", "<", "0.1", "0.1", "±", "0.001", "0.1", "±", "0.001", "25%"]
+    assert line.split()[2:] == ["<", "0.1", "<", "0.1", "+0.1", "±", "0.001", "−0.1", "±", "0.001", "25%"]
+
+
+def test_a_bias_that_no_number_of_maps_tells_is_not_told(rows):
+    unknown = replace(rows[2], z=0.5, standard_error=1.0)
+    line = next(line for line in printed([unknown, *rows[4:]]).splitlines() if "paper" in line)
+    assert "?" in line
 
 
 def test_the_decay_is_told(rows):

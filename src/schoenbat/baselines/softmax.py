@@ -29,7 +29,8 @@ class Softmax(Baseline):
         qk_norm: compute ``postSBN(softmax(s · preSBN(Q) preSBN(K)ᵀ) V)`` with the normalisations of
             `SchoenbAt` and its learned scale of each head, ``s = 4·exp(20ρ)``: all that `SchoenbAt` does but
             for its feature map. Values are then of width head_dim. True stands for the normalisation
-            ``"token"``; ``"l2"`` divides rows by their norms alone.
+            ``"token"``; ``"l2"`` divides rows by their norms alone, ``"batch"`` takes statistics of
+            the batch.
         scale: ``"auto"``: learned with ``qk_norm``, else ``1/√d``; None for ``1/√d``; a float.
         dropout: the share of attention weights set to zero in training.
 
@@ -52,12 +53,15 @@ class Softmax(Baseline):
     ) -> None:
         super().__init__(head_dim, num_heads)
         self.naive, self.dropout = naive, check_number("dropout", dropout, 0, 1)
-        if qk_norm not in (False, True, "token", "l2"):
-            raise ValueError(f"qk_norm is True, False, 'token' or 'l2', got {qk_norm!r}")
+        if not isinstance(naive, bool):
+            raise ValueError(f"naive is True or False, got {naive!r}")
+        if qk_norm not in (False, True, "token", "l2", "batch"):
+            raise ValueError(f"qk_norm is True, False, 'token', 'l2' or 'batch', got {qk_norm!r}")
         if isinstance(scale, str) and scale != "auto":
             raise ValueError(f"scale is 'auto', a float or None, got {scale!r}")
         self.query_norm, self.key_norm = (
-            PreSBN("l2" if qk_norm == "l2" else "token") if qk_norm else None for _ in range(2)
+            PreSBN("token" if qk_norm is True else str(qk_norm), num_heads, head_dim) if qk_norm else None
+            for _ in range(2)
         )
         learned = bool(qk_norm) and scale == "auto"
         self.rho = nn.Parameter(torch.zeros(num_heads)) if learned else None
@@ -85,7 +89,9 @@ class Softmax(Baseline):
         if key_mask is not None:
             key, value = (zero_masked(x, key_mask) for x in (key, value))
         if self.query_norm is not None and self.key_norm is not None:
-            query, key = self.query_norm(query), self.key_norm(key)
+            if is_causal and self.training and self.query_norm.mode == "batch":
+                raise ValueError("qk_norm='batch' leaks the future into causal training; use 'token' or 'l2'")
+            query, key = self.query_norm(query, query_mask), self.key_norm(key, key_mask)
         scale = self.scale
         if isinstance(scale, Tensor):
             query, scale = (query * scale[:, None, None]).to(key.dtype), 1.0
@@ -105,7 +111,10 @@ class Softmax(Baseline):
         return output if self.post is None else self.post(output)
 
     def extra_repr(self) -> str:
-        options = {"naive": self.naive, "qk_norm": self.post is not None, "dropout": self.dropout}
+        options: dict[str, object] = {"naive": self.naive, "dropout": self.dropout}
+        if self.query_norm is not None:
+            scale = self.scale if self.rho is None else "learned"
+            options |= {"qk_norm": self.query_norm.mode, "scale": scale}
         return super().extra_repr() + "".join(f", {name}={value}" for name, value in options.items() if value)
 
 

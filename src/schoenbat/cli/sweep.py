@@ -35,7 +35,7 @@ def sweep(
     ] = None,
     group: Annotated[
         str | None,
-        typer.Option(help=f"Attentions, tasks and seeds of a comparison: {', '.join(GROUPS)}."),
+        typer.Option(help=f"Attentions, tasks, seeds and steps of a comparison: {', '.join(GROUPS)}."),
     ] = None,
     tasks: Annotated[str | None, typer.Option(help="Tasks, separated by commas. Default: all five.")] = None,
     seeds: Annotated[int | None, typer.Option(help="Train with seeds 0 to SEEDS - 1. Default: 1.")] = None,
@@ -63,7 +63,7 @@ def sweep(
 
     The exit code is 1 if a run failed, and 0 if all are done or the budget is spent.
     """
-    from schoenbat.training.sweep import SweepOptions, parse_duration, parse_train_option
+    from schoenbat.training.sweep import SweepOptions, parse_duration
 
     with explained():
         chosen = _choose(attentions, group)
@@ -76,11 +76,21 @@ def sweep(
             data=data,
             out=out,
             known=known,
-            train_options=tuple(parse_train_option(text) for text in train_option or []),
+            train_options=tuple(_train_options(chosen, train_option or [])),
             **({"budget": parse_duration(budget)} if budget else {}),
         )
     if not _show(options):
         raise typer.Exit(1)
+
+
+def _train_options(group: Group, texts: list[str]) -> Iterator[tuple[str, str]]:
+    from schoenbat.training.sweep import parse_train_option
+
+    given = dict(parse_train_option(text) for text in texts)
+    if group.steps is not None:
+        yield from ({"steps": str(group.steps)} | given).items()
+    else:
+        yield from given.items()
 
 
 def _choose(attentions: list[str] | None, group: str | None) -> Group:
@@ -107,12 +117,12 @@ def gather(
     print_files([into])
 
 
-@app.command(epilog="Example: schoenbat lra table --runs results/lra.json --out results")
+@app.command(epilog="Example: schoenbat lra table --runs results/lra.json --out out")
 def table(
     runs: Annotated[Path, typer.Option(help="Directory of the runs, or a file by 'lra gather'.")] = Path(
         "runs"
     ),
-    out: Annotated[Path, typer.Option(help="Directory for lra.md and lra.json.")] = Path("out"),
+    out: Annotated[Path, typer.Option(help="Directory for lra-table.md and lra-table.json.")] = Path("out"),
 ) -> None:
     """Accuracy, time and memory of all runs by task and attention, beside the paper's figures."""
     from schoenbat.files import write_atomically
@@ -126,7 +136,7 @@ def table(
     console.print(cost_table(collected))
     for note in collected.notes:
         console.print(f"• {escape(note)}", highlight=False)
-    files = [out / "lra.md", out / "lra.json"]
+    files = [out / "lra-table.md", out / "lra-table.json"]
     write_atomically(files[0], markdown(collected))
     options = {"runs": str(runs), "timed_on": collected.timed_on, "notes": collected.notes}
     write_results(files[1], "lra-table", options, [*collected.rows, *collected.averages])

@@ -33,7 +33,7 @@ def translate(
         ),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="A small model and few sentences, in under a minute.")
+        bool, typer.Option("--quick", help="A small model and few sentences, in about a minute.")
     ] = False,
     epochs: Annotated[int | None, typer.Option(min=1, help="Default: 20, or 3 with --quick.")] = None,
     seed: Annotated[int, typer.Option(help="Of weights, feature maps, batches and dropout.")] = 0,
@@ -111,7 +111,10 @@ def _device(name: str) -> str:
 
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    return str(torch.device(name))
+    try:
+        return str(torch.device(name))
+    except RuntimeError:
+        raise ValueError(f"there is no device {name!r}; use auto, cpu, cuda or cuda:1") from None
 
 
 def _train(attention: str, encoded: "Encoded", options: "TranslationOptions") -> "list[EpochRow]":

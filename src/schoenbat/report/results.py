@@ -22,7 +22,7 @@ def write_results(
     """Write ``rows`` (dataclasses) and all that is needed to measure them again; never half a file."""
     results = {
         "experiment": experiment,
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": shlex.join([_program(), *sys.argv[1:]]),
         "finished": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": {
             "schoenbat": schoenbat.__version__,
@@ -38,6 +38,12 @@ def write_results(
         "rows": [_plain(row) for row in rows],
     }
     write_atomically(path, json.dumps(results, indent=1, default=str) + "\n")
+
+
+def _program() -> str:
+    """What was called; ``python -m schoenbat`` is the command itself."""
+    name = Path(sys.argv[0]).name
+    return "schoenbat" if name == "__main__.py" else name
 
 
 def device_name(device: torch.device) -> str:

@@ -36,10 +36,6 @@ class Files:
     home: Path = Path()
     """The page's own directory."""
 
-    @property
-    def benchmarks(self) -> Path:
-        return self.results.parent / "benchmarks" / "results"
-
     def link(self, path: Path) -> str:
         """
         >>> Files(Path("a/results"), Path("a")).link(Path("a/results/error.json"))
@@ -70,7 +66,12 @@ class Section:
     def text(self, files: Files) -> str:
         path = files.results / self.file
         if path.exists():
-            return "\n\n".join(self.show(files, path))
+            try:
+                return "\n\n".join(self.show(files, path))
+            except (KeyError, TypeError, IndexError) as error:
+                raise ValueError(
+                    f"{path} is not what {self.command!r} writes ({error!r}); write it again"
+                ) from error
         missing = f"Not run yet: `{self.command}`."
         return f"{missing}\n\n{self.paper(tabulate([]))}" if self.paper else missing
 
@@ -129,8 +130,10 @@ def _show_costs(files: Files, path: Path) -> Iterator[str]:
 
 
 def _show_ablation(files: Files, path: Path) -> Iterator[str]:
-    runs, _ = _read_runs(path)
+    runs, own = _read_runs(path)
     yield _runs_provenance(files, path, runs)
+    if own.notes:
+        yield _bullets(own.notes)
     # The times that all are divided by may lie with the other runs.
     others = files.results / "lra.json"
     runs += read_runs(others)[0] if others.exists() else []
@@ -204,8 +207,9 @@ def _runs_provenance(files: Files, path: Path, runs: Sequence[RunResult]) -> str
     trained = [run for run in runs if not run.timing]
     devices = ", ".join(dict.fromkeys(run.device for run in runs))
     until = max(run.finished for run in runs)[:10]
-    counts = f"{len(trained)} runs and {len(runs) - len(trained)} timings"
-    return f"{files.link(path)}: {counts} on {devices}, the last of {until}."
+    numbers = {"trained": len(trained), "only timed": len(runs) - len(trained)}
+    counts = " and ".join(f"{number} {how}" for how, number in numbers.items() if number)
+    return f"{files.link(path)}: runs, {counts}, on {devices}, the last of {until}."
 
 
 def _bullets(lines: Sequence[str]) -> str:

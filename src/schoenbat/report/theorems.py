@@ -10,6 +10,8 @@ from schoenbat.experiments.theorems.kernels import HALF_SCALE
 from schoenbat.experiments.theorems.tail import informative_from
 from schoenbat.report.tables import plain_table
 
+# A bias whose limit is above this is not known at all.
+UNTOLD = 0.5
 # Of a head, where the bound's first informative D is told.
 HEAD_DIMS = (16, 32, 64, 128)
 
@@ -34,8 +36,9 @@ def _bias_table(rows: Sequence[BiasRow]) -> Table:
     maps, head_dim = rows[0].maps, rows[0].head_dim
     table = plain_table(f"bias over {maps:,} maps, d = {head_dim}, exp, scale 1/√d", "map", "D")
     table.caption = (
-        "numerator, denominator: share of themselves; ratio, rmfa: share of attention minus averaging.\n"
-        "< : cannot be told from none, and is below that. floored: rows where rmfa is not the ratio"
+        "numerator, denominator: share of themselves; ratio, rmfa: share of attention minus averaging,\n"
+        "+ too sharp, − too flat. < : cannot be told from none, and two standard errors below that; ?: not\n"
+        "even that. floored: rows where rmfa is not the ratio"
     )
     for heading in (*QUANTITIES, "floored"):
         table.add_column(heading, justify="right")
@@ -49,17 +52,20 @@ def _bias_table(rows: Sequence[BiasRow]) -> Table:
 
 
 def _bias(row: BiasRow) -> str:
-    if row.significant:
-        return f"{row.bias:.2g} ± {row.standard_error:.1g}"
-    return f"< {row.limit:.1g}"
+    if not row.significant:
+        # Of a ratio with denominators near zero no number of maps tells the mean.
+        return "?" if row.limit > UNTOLD else f"< {row.limit:.1g}"
+    sign = "" if row.quantity not in ("ratio", "rmfa") else "+" if row.along > 0 else "−"
+    return f"{sign}{row.bias:.2g} ± {row.standard_error:.1g}"
 
 
 def _bias_lines(rows: Sequence[BiasRow]) -> Iterator[str]:
     for construction in dict.fromkeys(row.construction for row in rows):
         for quantity, called in (("ratio", "the ratio"), ("rmfa", "rmfa")):
-            power = decay(rows, construction, quantity)
-            if power is not None:
-                yield f"{construction}: the bias of {called} falls like D^{power:.2f} in the end"
+            found = decay(rows, construction, quantity)
+            if found is not None:
+                where = f"from D = {found.first} to D = {found.last}"
+                yield f"{construction}: the bias of {called} falls like D^{found.power:.2f} {where}"
 
 
 def _tail_table(rows: Sequence[TailRow]) -> Table:

@@ -13,6 +13,8 @@ GATHERED = f"{EXPERIMENT}-runs"
 
 def read_runs(path: Path) -> tuple[list[RunResult], list[str]]:
     """All runs under a directory or in a gathered file, and what could not be read, in sentences."""
+    if not path.exists():
+        raise ValueError(f"there is no {path}; train with: schoenbat lra sweep --out {path}")
     if path.is_file():
         return [parse_result(content) for content in _contents(path)], []
     return _read_directory(path)
@@ -25,7 +27,10 @@ def gather(directory: Path, file: Path) -> tuple[int, int]:
     """
     kept = {_identity(content): content for content in (_contents(file) if file.exists() else [])}
     before = set(map(_text, kept.values()))
-    for path in sorted(directory.rglob(RESULT)):
+    found = sorted(directory.rglob(RESULT))
+    if not found:
+        raise ValueError(f"there are no results under {directory}; train with: schoenbat lra sweep")
+    for path in found:
         read_result(path)  # complains about a damaged one
         content = json.loads(path.read_text(encoding="utf-8"))
         other = kept.get(_identity(content))

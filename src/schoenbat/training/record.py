@@ -1,6 +1,7 @@
 """What one training run leaves behind: where its files are, and the row of its result file."""
 
 import json
+import os
 import re
 import subprocess  # nosec B404 - git is asked for the revision
 from collections.abc import Mapping
@@ -123,7 +124,12 @@ def _written_at(path: Path) -> int:
 
 
 def revision() -> str | None:
-    """The git revision that this code is of, with "+" where it was changed since."""
+    """The git revision that this code is of, with "+" where it was changed since.
+
+    Where the code was copied without its repository, the variable SCHOENBAT_REVISION may tell it.
+    """
+    if told := os.environ.get("SCHOENBAT_REVISION"):
+        return told
     here = Path(__file__).parent
     try:
         revision, changes = (

@@ -43,7 +43,7 @@ class TheoremOptions:
     kernel_tokens: int = 128
     scales: tuple[float, ...] = (0.5, 0.9)
     """Beside the paper's 1/√d; below 1, the radius of inv, logi and sqrt."""
-    formula_tokens: tuple[int, ...] = (1, 2, 8, 32)
+    formula_tokens: tuple[int, ...] = (2, 8, 32)
     seed: int = 0
 
     def __post_init__(self) -> None:

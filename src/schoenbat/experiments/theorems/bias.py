@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,8 +15,6 @@ from schoenbat.functional import rmfa
 QUANTITIES = ("numerator", "denominator", "ratio", "rmfa")
 # What a bias must exceed, in standard errors, to be called one.
 SIGNIFICANT = 3.0
-# How many of the largest numbers of features tell how a bias falls.
-ASYMPTOTIC = 4
 
 
 @dataclass(frozen=True)
@@ -122,19 +121,27 @@ def squared_bias(errors: Tensor) -> tuple[float, float]:
     return (products / (draws * (draws - 1))).item(), deviation.sqrt().item()
 
 
-def decay(rows: Sequence[BiasRow], construction: str, quantity: str) -> float | None:
-    """The power of D with which the significant biases fall in the end; None below two of them.
+class Decay(NamedTuple):
+    """A bias falls like D^``power`` from ``first`` to ``last`` features."""
 
-    By least squares over the last `ASYMPTOTIC` of them: where D is small, other terms weigh as much, and the
-    map "unbiased" has not reached its complete linear part.
+    power: float
+    first: int
+    last: int
+
+
+def decay(rows: Sequence[BiasRow], construction: str, quantity: str) -> Decay | None:
+    """How a bias falls in the end, from the last two that are significant; None below two of them.
+
+    Where D is small, other terms weigh as much, and the map "unbiased" has not reached its complete linear
+    part.
     """
     points = [
-        (math.log(row.num_features), math.log(row.bias))
+        row
         for row in rows
         if (row.construction, row.quantity) == (construction, quantity) and row.significant
     ]
     if len(points) < 2:
         return None
-    x, y = torch.tensor(points[-ASYMPTOTIC:], dtype=torch.float64).T
-    x, y = x - x.mean(), y - y.mean()
-    return ((x * y).sum() / x.square().sum()).item()
+    first, last = points[-2:]
+    power = math.log(last.bias / first.bias) / math.log(last.num_features / first.num_features)
+    return Decay(power, first.num_features, last.num_features)

@@ -21,7 +21,8 @@ VALUES = ("signed", "positive")
 
 @dataclass(frozen=True)
 class FormulaRow:
-    """The theorem where all its symbols have one value: V = 1, means 0, every row of norm √d, so that t = 1.
+    """The theorem where all its symbols have one value: V = 1, every row of norm √d, and means of 0, as rows
+    come in opposed pairs, so that t = 1.
 
     The left side is then 1. The right side, with the s of the proof, is (Σ E)^(1/r) / Σ E^(1/r),
     E = exp(⟨q, k⟩/√d), r = d.
@@ -47,12 +48,14 @@ class RestoringRow:
 
 
 def evaluate_formula(head_dim: int, lengths: Sequence[int], seed: int) -> Iterator[FormulaRow]:
-    """One row for each number of keys."""
+    """One row for each number of keys, all of them even."""
     inputs = draw_inputs(seed, max(lengths), head_dim)
     normalize = PreSBN("l2")
     logits = math.sqrt(head_dim) * normalize(inputs.query) @ normalize(inputs.key).mT
     for num_tokens in lengths:
-        some = logits[:, :num_tokens]
+        half = logits[:, : num_tokens // 2]
+        # With opposed keys, opposed queries give the same.
+        some = torch.cat([half, -half], dim=1)
         logarithm = some.logsumexp(-1) / head_dim - (some / head_dim).logsumexp(-1)
         yield FormulaRow("formula", head_dim, num_tokens, logarithm.exp().mean().item())
 
