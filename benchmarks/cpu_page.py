@@ -82,12 +82,15 @@ def _error(row: AttentionError) -> str:
 def minilm_table() -> str:
     """Mean cosine with the original's sentence embeddings, before and after distillation."""
     lines = []
-    for name, mode in (("minilm", "linear"), ("minilm_window", "window of ±16 and linear")):
+    for name in ("minilm", "minilm_window"):
         content = _read(ROOT / "results" / f"{name}.json")
-        steps = " + ".join(map(str, content["options"]["steps"]))
-        for stage, words in (("converted", "converted"), ("distilled", f"distilled, {steps} steps")):
-            cosines = [f"{row['cosine']:.2f}" for row in content["rows"] if row["stage"] == stage]
-            lines.append([f"{mode}, {words}", *cosines])
+        options, rows = content["options"], content["rows"]
+        trained = f", {' + '.join(map(str, options['steps']))} steps of {options['batch']} texts"
+        for attention in dict.fromkeys(row["attention"] for row in rows if row["stage"] != "original"):
+            words = attention.replace("window", f"window of ±{options['window']}")
+            for stage, how_long in (("converted", ""), ("distilled", trained)):
+                chosen = [row for row in rows if (row["attention"], row["stage"]) == (attention, stage)]
+                lines.append([f"{words}, {stage}{how_long}", *(f"{row['cosine']:.2f}" for row in chosen)])
     return table(["", "IMDb", "AAN"], lines)
 
 

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from schoenbat.experiments.error import ErrorRow
 from schoenbat.files import write_atomically
 from schoenbat.report.pages import fill
-from schoenbat.report.plots import error_plot, scaling_plot
+from schoenbat.report.plots import agreement_plot, error_plot, scaling_plot
 
 DOCS = Path(__file__).parent
 FIGURES, ROOT = DOCS / "figures", DOCS.parent
@@ -39,9 +39,10 @@ def main() -> None:
 def figures() -> dict[str, str]:
     """SVG by the file's name."""
     return {
-        "error": error_plot([ErrorRow(**row) for row in _read(FIGURES / "error.json")]),
+        "error": error_plot([ErrorRow(**row) for row in _read(ROOT / "results" / "error.json")]),
         "sharpness": _draw_sharpness(_read(FIGURES / "sharpness.json")),
         "time-cpu": _draw_times(_read(RESULTS / "cpu.json")),
+        "minilm": agreement_plot(_read(ROOT / "results" / "minilm_curves.json")),
     }
 
 
@@ -152,14 +153,16 @@ def _parallel_table(rows: Rows) -> str:
 
 def _minilm_table() -> str:
     lines = []
-    for name, mode in (("minilm", "all keys by features"), ("minilm_window", "window of ±16")):
-        path = ROOT / "results" / f"{name}.json"
-        rows, options = _read(path), json.loads(path.read_text(encoding="utf-8"))["options"]
+    for name in ("minilm", "minilm_window"):
+        content = json.loads((ROOT / "results" / f"{name}.json").read_text(encoding="utf-8"))
+        options, scores = content["options"], {}
         trained = f", {' + '.join(map(str, options['steps']))} steps of {options['batch']} texts"
-        for stage in _each(rows, "stage"):
-            if stage != "original":
-                scores = [f"{r[k]:.3f}" for r in rows if r["stage"] == stage for k in ("cosine", "spearman")]
-                lines.append([mode, stage + trained * (stage == "distilled"), *scores])
+        for row in content["rows"]:
+            if row["stage"] != "original":
+                attention = row["attention"].replace("window", f"window of ±{options['window']}")
+                key = attention, row["stage"] + trained * (row["stage"] == "distilled")
+                scores.setdefault(key, []).extend(f"{row[k]:.3f}" for k in ("cosine", "spearman"))
+        lines += [[*key, *cells] for key, cells in scores.items()]
     corpora = ("reviews", "papers")
     return _table(
         ["attention", "stage", *(f"{c}, {k}" for c in corpora for k in ("cosine", "rank correlation"))], lines

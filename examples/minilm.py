@@ -6,17 +6,20 @@ well its sentence embeddings agree with the original's on held-out reviews (IMDb
 pairwise similarities. Writes results/minilm.json.
 
     python examples/minilm.py --model all-MiniLM-L6-v2 --data data
-    python examples/minilm.py --model all-MiniLM-L6-v2 --data data --window 16 --steps 100 400
+    python examples/minilm.py --model all-MiniLM-L6-v2 --data data --steps 500 2000 --batch 32 --device cuda
+    python examples/minilm.py --model all-MiniLM-L6-v2 --data data --window 16 --out minilm_window.json
 
-``--model`` is a folder or a name on the Hugging Face hub. ``--data`` holds imdb_reviews.parquet (columns
-text, split) and aan_papers.parquet (column text). Needs the extras [hf] and [cli].
+With ``--window`` two models are made: exact attention to near keys and linear attention to all others, and
+beside it what the window does alone, with far keys left out. ``--model`` is a folder or a name on the Hugging
+Face hub. ``--data`` holds imdb_reviews.parquet (columns text, split) and aan_papers.parquet (column text).
+Needs the extras [hf] and [cli].
 """
 
 import argparse
 import copy
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,50 +29,68 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel
 
+from schoenbat import SchoenbAt
 from schoenbat.integrations import huggingface
 from schoenbat.report.results import write_results
 
 Batch = dict[str, Tensor]
+LINEAR, WITH_WINDOW, WINDOW_ONLY = "linear", "window + linear", "window only"
+OF_THE_MAP = "trainable_features", "map_per_head", "separate_maps"
+TRAINED: dict[str, Any] = {"scale": "learned", "post": True, **dict.fromkeys(OF_THE_MAP, True)}
+# Beside the exponential of a near logit this is lost in rounding.
+NOTHING = 1e-37
 
 
 @dataclass(frozen=True)
-class MiniLMRow:
-    """Agreement of a model's sentence embeddings with the original's."""
+class Agreement:
+    """Of a model's sentence embeddings with the original's."""
 
-    stage: str
-    """original, converted (no training), calibrated (fitted to one batch, no training) or distilled"""
     corpus: str
     texts: int
     cosine: float
     """Mean over the texts."""
     spearman: float
     """Of the similarities of all pairs of texts."""
+
+
+@dataclass(frozen=True)
+class MiniLMRow(Agreement):
+    attention: str
+    """softmax (the original), linear, window + linear or window only"""
+    stage: str
+    """original, converted (no training), calibrated (fitted to one batch, no training) or distilled"""
     seconds: float
-    """That conversion or distillation took."""
+    """That this stage took, after the one before."""
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--model", default="sentence-transformers/all-MiniLM-L6-v2", help="folder or hub name"
-    )
-    parser.add_argument("--data", type=Path, default=Path("data"), help="folder of the two Parquet files")
+    parser = argument_parser(__doc__, texts=128, out="minilm.json")
     parser.add_argument("--features", type=int, default=128, help="D (default: %(default)s)")
     parser.add_argument("--window", type=int, help="exact attention to so many neighbours, linear beyond")
     parser.add_argument(
         "--steps", type=int, nargs=2, default=(60, 200), help="of the two stages (default: 60 200)"
     )
+    return parser.parse_args()
+
+
+def argument_parser(description: str | None, texts: int, out: str) -> argparse.ArgumentParser:
+    """What every measurement of this model is told."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", default="sentence-transformers/all-MiniLM-L6-v2", help="folder or hub name"
+    )
+    parser.add_argument("--data", type=Path, default=Path("data"), help="folder of the two Parquet files")
     parser.add_argument("--batch", type=int, default=4, help="texts in a step (default: %(default)s)")
     parser.add_argument("--length", type=int, default=256, help="tokens of a text (default: %(default)s)")
     parser.add_argument(
-        "--texts", type=int, default=128, help="held-out texts of each corpus (default: %(default)s)"
+        "--texts", type=int, default=texts, help="held-out texts of each corpus (default: %(default)s)"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=Path("results/minilm.json"))
-    return parser.parse_args()
+    parser.add_argument("--out", type=Path, default=Path("results") / out)
+    return parser
 
 
 def read_corpora(
@@ -95,7 +116,7 @@ def sentence_embeddings(outputs: Any, batch: Batch) -> Tensor:
 
 
 @torch.no_grad()
-def embed(model: PreTrainedModel, batches: Iterator[Batch]) -> Tensor:
+def embed(model: PreTrainedModel, batches: list[Batch]) -> Tensor:
     model.eval()
     rows = [sentence_embeddings(model(**batch), batch) for batch in tqdm(batches, "embedding", leave=False)]
     return torch.nn.functional.normalize(torch.cat(rows), dim=-1)
@@ -108,58 +129,100 @@ def spearman(a: Tensor, b: Tensor) -> float:
     return float(torch.corrcoef(torch.stack(ranks))[0, 1])
 
 
-def main() -> None:
-    options = parse_arguments()
+class HeldOut:
+    """Batches of held-out texts by corpus, and the embeddings that the original gives them."""
+
+    def __init__(self, original: PreTrainedModel, batches: dict[str, list[Batch]]) -> None:
+        self.batches = batches
+        self.expected = {corpus: embed(original, some) for corpus, some in batches.items()}
+
+    def compare(self, model: PreTrainedModel) -> Iterator[Agreement]:
+        for corpus, expected in self.expected.items():
+            embeddings = embed(model, self.batches[corpus])
+            cosine = float((embeddings * expected).sum(-1).mean())
+            yield Agreement(corpus, len(expected), cosine, spearman(embeddings, expected))
+
+
+def prepare(options: argparse.Namespace, steps: int) -> tuple[PreTrainedModel, HeldOut, list[Batch]]:
+    """The original, what it is compared on, and batches for so many steps; everything on the device."""
     generator = torch.Generator().manual_seed(options.seed)
     torch.manual_seed(options.seed)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    model = AutoModel.from_pretrained(options.model).to(options.device)
+    model = AutoModel.from_pretrained(options.model, dtype=torch.float32).to(options.device)
     held_out, train = read_corpora(options.data, options.texts, generator)
 
-    def batches(texts: list[str]) -> Iterator[Batch]:
-        for start in range(0, len(texts), options.batch):
+    def batches(texts: list[str]) -> list[Batch]:
+        found = []
+        for start in tqdm(range(0, len(texts), options.batch), "tokenizing", leave=False):
             some = texts[start : start + options.batch]
             tokens = tokenizer(
                 some, truncation=True, max_length=options.length, padding=True, return_tensors="pt"
             )
-            yield {name: tensor.to(options.device) for name, tensor in tokens.items()}
+            found.append({name: tensor.to(options.device) for name, tensor in tokens.items()})
+        return found
 
-    original = {corpus: embed(model, batches(texts)) for corpus, texts in held_out.items()}
+    compared = HeldOut(model, {corpus: batches(texts) for corpus, texts in held_out.items()})
+    return model, compared, batches(train[: steps * options.batch])
+
+
+def convert(
+    model: PreTrainedModel, attention: str, *, window: int | None, num_features: int, **options: Any
+) -> None:
+    """Put one of the three attentions into a model."""
+    if attention == LINEAR:
+        huggingface.convert(model, num_features=num_features, **options)
+    elif attention == WITH_WINDOW:
+        huggingface.convert(model, num_features=num_features, window=window, **options)
+    else:
+        mapless = {name: value for name, value in options.items() if name not in OF_THE_MAP}
+        huggingface.convert(model, num_features=2, window=window, **mapless)
+        leave_out_far_keys(model)
+
+
+def leave_out_far_keys(model: PreTrainedModel) -> None:
+    """Far keys weigh nothing, and stay so; padding alone, which has no near keys, still averages them."""
+    for module in model.modules():
+        if isinstance(module, SchoenbAt) and module.far_rho is not None:
+            module.set_far_weight(torch.full((module.num_heads,), NOTHING))
+            module.far_rho.requires_grad_(False)
+
+
+def stages(
+    model: PreTrainedModel, attention: str, training: list[Batch], options: argparse.Namespace
+) -> Iterator[tuple[str, PreTrainedModel]]:
+    """A copy of the model with this attention, after each thing that is done to it."""
+    settings = {"window": options.window, "num_features": options.features}
+    plain, student = copy.deepcopy(model), copy.deepcopy(model)
+    convert(plain, attention, **settings)
+    yield "converted", plain
+    convert(student, attention, **settings, **TRAINED)
+    # Near keys are seen exactly: alone, they leave nothing to calibrate.
+    if attention != WINDOW_ONLY:
+        huggingface.calibrate(plain, training[0])
+        yield "calibrated", plain
+        huggingface.calibrate(student, training[0])
+    huggingface.distill(student, training, steps=tuple(options.steps), output=sentence_embeddings)
+    yield "distilled", student
+
+
+def main() -> None:
+    options = parse_arguments()
+    model, held_out, training = prepare(options, sum(options.steps))
     rows: list[MiniLMRow] = []
 
-    def measure(stage: str, model: PreTrainedModel, work: Callable[[], Any]) -> None:
-        began = time.perf_counter()
-        work()
-        seconds = round(time.perf_counter() - began, 1)
-        for corpus, texts in held_out.items():
-            embeddings = embed(model, batches(texts))
-            cosine = float((embeddings * original[corpus]).sum(-1).mean())
-            row = MiniLMRow(
-                stage, corpus, len(texts), cosine, spearman(embeddings, original[corpus]), seconds
-            )
+    def measure(attention: str, stage: str, model: PreTrainedModel, seconds: float) -> None:
+        for found in held_out.compare(model):
+            row = MiniLMRow(**asdict(found), attention=attention, stage=stage, seconds=round(seconds, 1))
             rows.append(row)
-            print(f"{stage:12} {corpus:5} cosine {row.cosine:.4f}  spearman {row.spearman:.4f}", flush=True)
+            scores = f"cosine {row.cosine:.4f}  spearman {row.spearman:.4f}"
+            print(f"{attention:15} {stage:10} {row.corpus:4} {scores}", flush=True)
 
-    local = {} if options.window is None else {"window": options.window}
-    plain = copy.deepcopy(model)
-    measure("original", model, lambda: None)
-    measure("converted", plain, lambda: huggingface.convert(plain, num_features=options.features, **local))
-    first = next(batches(train))
-    measure("calibrated", plain, lambda: huggingface.calibrate(plain, first))
-
-    trainable: dict[str, Any] = dict.fromkeys(
-        ("post", "trainable_features", "map_per_head", "separate_maps"), True
-    )
-    trainable["scale"] = "learned"
-    huggingface.convert(model, num_features=options.features, **trainable, **local)
-    huggingface.calibrate(model, first)
-    needed = train[: sum(options.steps) * options.batch]
-    stream = list(batches(needed))
-    measure(
-        "distilled",
-        model,
-        lambda: huggingface.distill(model, stream, steps=tuple(options.steps), output=sentence_embeddings),
-    )
+    measure("softmax", "original", model, 0.0)
+    for attention in (LINEAR,) if options.window is None else (WITH_WINDOW, WINDOW_ONLY):
+        began = time.perf_counter()
+        for stage, made in stages(model, attention, training, options):
+            measure(attention, stage, made, time.perf_counter() - began)
+            began = time.perf_counter()
     write_results(options.out, "minilm", vars(options), rows, device=options.device)
 
 

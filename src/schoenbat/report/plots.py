@@ -1,6 +1,7 @@
 """Results as figures, drawn to SVG text without a display."""
 
 import io
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -157,6 +158,51 @@ def translation_plot(rows: Sequence[EpochRow]) -> str:
     panels[0][1].set_yscale("log")
     _name_axes(panels, "epoch")
     return _finish(figure, panels, num_columns=2)
+
+
+def agreement_plot(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Agreement of converted models with their original against features, window and scale.
+
+    Rows are those of examples/minilm_curves.py: a colour for each model, a kind of line for each corpus.
+    """
+    axis_names = {"features": "features D", "window": "window ±w", "scale": "factor on the logits"}
+    quantities = {"cosine": "mean cosine", "spearman": "rank correlation"}
+    figure, panels = _panels(len(quantities), len(axis_names), sharey="row")
+    models = list(dict.fromkeys(map(_model_name, rows)))
+    corpora = dict(zip(dict.fromkeys(row["corpus"] for row in rows), ("-", "--", ":", "-."), strict=False))
+    for line, (quantity, quantity_name) in zip(panels, quantities.items(), strict=True):
+        for axes, (against, name) in zip(line, axis_names.items(), strict=True):
+            axes.set_xscale("log", base=2)
+            axes.xaxis.set_major_formatter("{x:g}")
+            axes.set_xlabel(name)
+            # The legend keeps the last line of a name: the first corpus's, which is whole.
+            for (number, model), corpus in itertools.product(enumerate(models), reversed(corpora)):
+                chosen = [
+                    row
+                    for row in rows
+                    if (row["against"], _model_name(row), row["corpus"]) == (against, model, corpus)
+                ]
+                style = {"color": f"C{number}", "linestyle": corpora[corpus]}
+                _agreement_curve(axes, chosen, quantity, model, style)
+        line[0].set_ylabel(quantity_name)
+    for corpus, style in corpora.items():
+        panels[0][0].plot([], [], color="grey", linestyle=style, label=corpus)
+    return _finish(figure, panels, num_columns=4)
+
+
+def _model_name(row: Mapping[str, Any]) -> str:
+    return f"{row['attention']}, calibrated" if row["calibrated"] else row["attention"]
+
+
+def _agreement_curve(
+    axes: Any, rows: Sequence[Mapping[str, Any]], quantity: str, label: str, style: Mapping[str, Any]
+) -> None:
+    """A curve over the values; what has none, a model without a window, is a level across them."""
+    known = sorted((row["value"], row[quantity]) for row in rows if row["value"] is not None)
+    if known:
+        _curve(axes, known, label, **style)
+    for level in [row[quantity] for row in rows if row["value"] is None]:
+        axes.axhline(level, linewidth=0.8, label=label, **style)
 
 
 def theorem_plot(rows: Sequence[Row]) -> str:

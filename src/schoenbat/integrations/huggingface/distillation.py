@@ -95,15 +95,11 @@ def distill(
     teacher = _teacher(model)
     try:
         with tqdm(total=sum(steps), disable=not progress, desc="distilling") as bar:
-            for loss in _match_layers(students, teacher, batches, steps[0], match_rate):
-                result.attention.append(loss)
-                bar.set_postfix(stage=1, loss=f"{loss:.4f}")
-                bar.update()
+            losses = _match_layers(students, teacher, batches, steps[0], match_rate)
+            result.attention = _follow(losses, bar, stage=1)
             rates = attention_rate, rest_rate
-            for loss in _match_model(model, students, teacher, batches, steps[1], rates, output):
-                result.model.append(loss)
-                bar.set_postfix(stage=2, loss=f"{loss:.4f}")
-                bar.update()
+            losses = _match_model(model, students, teacher, batches, steps[1], rates, output)
+            result.model = _follow(losses, bar, stage=2)
     finally:
         for parameter, requires_grad in wanted.items():
             parameter.requires_grad_(requires_grad)
@@ -142,9 +138,19 @@ def calibrate(model: PreTrainedModel, batch: Batch) -> None:
         )
 
 
+def _follow(losses: Iterable[Tensor], bar: tqdm, stage: int) -> list[float]:
+    """Take every step; a loss is read, which waits for the device, where the bar is drawn and at the end."""
+    taken = []
+    for loss in losses:
+        taken.append(loss)
+        if bar.update():
+            bar.set_postfix(stage=stage, loss=f"{float(loss):.4f}")
+    return torch.stack(taken).tolist() if taken else []
+
+
 def _match_layers(
     students: Mapping[str, SchoenbAt], teacher: nn.Module, batches: Iterator[Batch], steps: int, rate: float
-) -> Iterator[float]:
+) -> Iterator[Tensor]:
     optimizer, schedule = _optimizer(_groups(students.values(), rate), steps)
     for _ in range(steps):
         _, calls = _run_teacher(teacher, students, next(batches))
@@ -177,7 +183,7 @@ def _match_model(
     steps: int,
     rates: tuple[float, float],
     output: Output,
-) -> Iterator[float]:
+) -> Iterator[Tensor]:
     attention_rate, rest_rate = rates
     frozen = {
         p for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()
@@ -287,12 +293,12 @@ def _optimizer(
 
 def _take_step(
     optimizer: torch.optim.Optimizer, schedule: torch.optim.lr_scheduler.LRScheduler, loss: Tensor
-) -> float:
+) -> Tensor:
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
     schedule.step()
-    return float(loss.detach())
+    return loss.detach()
 
 
 def _forever(data: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
