@@ -176,7 +176,7 @@ def tables(modelled: Iterable[Row]) -> dict[str, str]:
     modelled = list(modelled)
     one, machine, layer = measured(), Machine(), Layer()
     times = [
-        "| GPUs | tokens | RMFA, as it is | RMFA, fused | of which sums | ring attention | ring / as it is "
+        "| GPUs | tokens | RMFA, eager | RMFA, fused | of which sums | ring attention | ring / eager "
         "| ring / fused |",
         "| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
@@ -184,11 +184,11 @@ def tables(modelled: Iterable[Row]) -> dict[str, str]:
     prefix = ["| GPUs | bytes received | seconds |", "| ---: " * 3 + "|"]
     for row in modelled:
         place = f"| {row.gpus:,} | {row.tokens // 10**6} M |"
-        as_it_is, fused = (s + row.sums_seconds for s in (row.eager_seconds, row.fused_seconds))
+        eager, fused = (s + row.sums_seconds for s in (row.eager_seconds, row.fused_seconds))
         times.append(
-            f"{place} {_seconds(as_it_is)} | {_seconds(fused)} | {_seconds(row.sums_seconds)} | "
+            f"{place} {_seconds(eager)} | {_seconds(fused)} | {_seconds(row.sums_seconds)} | "
             f"{_seconds(row.ring_seconds)}{' *' if row.ring_waits else ''} | "
-            f"{_ratio(row.ring_seconds / as_it_is)} | {_ratio(row.ring_seconds / fused)} |"
+            f"{_ratio(row.ring_seconds / eager)} | {_ratio(row.ring_seconds / fused)} |"
         )
         sizes = (row.rmfa_bytes, row.prefix_bytes, row.ring_bytes)
         cells = [_bytes(size) + (" †" if size > machine.gpu_bytes else "") for size in sizes]

@@ -41,6 +41,8 @@ class Case:
 
     name: str
     lengths: tuple[int, ...] = UNEVEN
+    batch: int = BATCH
+    heads: int = HEADS
     kv_heads: int = HEADS
     value_dim: int = WIDTH
     masked: str = ""  # "some" keys, "shard": also all of rank 1's, "all" of the first sequence
@@ -50,8 +52,9 @@ class Case:
     learned_scale: bool = False
     module: bool = False
     dtype: torch.dtype = torch.float64
+    device: str = "cpu"
     keys_per_rank: tuple[int, ...] | None = None  # cross attention: keys and values of other lengths
-    options: dict[str, bool] = field(default_factory=dict)
+    options: dict[str, bool | str] = field(default_factory=dict)
 
 
 SHAPES = [
@@ -103,19 +106,19 @@ def make(case: Case, world: int, dtype: torch.dtype) -> Inputs:
     length = sum(case.lengths[:world])
     keys = sum((case.keys_per_rank or case.lengths)[:world])
     generator = torch.Generator().manual_seed(5)
-    mask = torch.rand(BATCH, keys, generator=generator) > 0.3 if case.masked else None
+    mask = torch.rand(case.batch, keys, generator=generator) > 0.3 if case.masked else None
     if mask is not None:
         mask[:, case.lengths[0] : case.lengths[0] + case.lengths[1]] &= case.masked != "shard"
         mask[0] &= case.masked != "all"
-    scale = 2 + torch.arange(HEADS) / 4 if case.learned_scale else None
+    scale = 2 + torch.arange(case.heads) / 4 if case.learned_scale else None
     query, key, value, direction = (
-        rows(*shape, seed=seed, dtype=case.dtype).to(dtype)
+        rows(*shape, seed=seed, dtype=case.dtype).to(case.device, dtype)
         for seed, shape in enumerate(
             [
-                (BATCH, HEADS, length, WIDTH),
-                (BATCH, case.kv_heads, keys, WIDTH),
-                (BATCH, case.kv_heads, keys, case.value_dim),
-                (BATCH, HEADS, length, case.value_dim),
+                (case.batch, case.heads, length, WIDTH),
+                (case.batch, case.kv_heads, keys, WIDTH),
+                (case.batch, case.kv_heads, keys, case.value_dim),
+                (case.batch, case.heads, length, case.value_dim),
             ]
         )
     )
@@ -123,10 +126,10 @@ def make(case: Case, world: int, dtype: torch.dtype) -> Inputs:
         query.requires_grad_(),
         key.requires_grad_(),
         (value + 1).detach().requires_grad_(),  # values with a mean
-        mask,
-        None if scale is None else scale.to(dtype).requires_grad_(),
+        None if mask is None else mask.to(case.device),
+        None if scale is None else scale.to(case.device, dtype).requires_grad_(),
         direction,
-        _attention(case).to(dtype),
+        _attention(case).to(case.device, dtype),
     )
 
 
@@ -421,11 +424,15 @@ def module_with_group(group: dist.ProcessGroup) -> dict[str, bool]:
     }
 
 
-def compare(case: Case, ranks: list[dict[str, list[Tensor]]]) -> None:
-    """Shards put together, parts added up, against the specification on the whole sequence."""
-    world = len(ranks)
+def put_together(ranks: list[dict[str, list[Tensor]]]) -> list[Tensor]:
+    """Output and gradients of the whole sequence: shards one after the other, parts added up."""
     got = [torch.cat(shards, -2) for shards in zip(*(r["rows"] for r in ranks), strict=True)]
-    got += [torch.stack(parts).sum(0) for parts in zip(*(r["copied"] for r in ranks), strict=True)]
+    return got + [torch.stack(parts).sum(0) for parts in zip(*(r["copied"] for r in ranks), strict=True)]
+
+
+def compare(case: Case, ranks: list[dict[str, list[Tensor]]]) -> None:
+    """What ranks found against the specification on the whole sequence."""
+    world, got = len(ranks), put_together(ranks)
     found = in_one_process(case, world, torch.float64, "reference")
     expected = [*found["rows"], *found["copied"]]
     if case.dtype == torch.float64:
@@ -481,8 +488,8 @@ def check_counts(found: dict, rank: int, world: int) -> None:
 def check_errors(raised: dict[str, str]) -> None:
     expected = {
         "lengths": r"ValueError: causal .* as many queries as keys .* rank \d has 4 and 3; cut both",
-        "reference": "NotImplementedError: implementation='reference' .* use 'auto' or 'eager'",
-        "triton": "NotImplementedError: implementation='triton' cannot run this call: the shards",
+        "reference": "NotImplementedError: implementation='reference' .* use 'auto', 'eager' or",
+        "triton": "NotImplementedError: implementation='triton' cannot run this call: .*float64; use",
         "unknown": "ValueError: unknown implementation 'fast'",
         "no group": "TypeError: group must be",
         "second derivative": "RuntimeError: .*once_differentiable",

@@ -140,9 +140,12 @@ def attend(
     enable_gqa: bool = False,
     implementation: str = "auto",
     unit_rows: UnitRows | None = None,
+    state: "RMFAState | None" = None,
 ) -> Tensor:
-    """`rmfa`, with queries and keys normalised by `unit_rows` on the way."""
+    """`rmfa`, with queries and keys normalised by `unit_rows` on the way; if causal, from a `state` on."""
     inputs = arrange(query, key, value, key_mask, enable_gqa)
+    if state is not None:
+        state._check(inputs.key, inputs.value, features)
     with torch.autocast(query.device.type, enabled=False):
         feature_map = map_for(features, inputs.key)
         query_scale = arrange_scale(features.scale if scale is None else scale, inputs.query, features.scale)
@@ -153,6 +156,7 @@ def attend(
             is_causal=is_causal,
             implementation=implementation,
             unit_rows=unit_rows,
+            before=None if state is None else state._before(),
         )
     return inputs.restore(out)
 
@@ -203,28 +207,45 @@ class RMFAState:
         return cls(*state, torch.zeros(batch, dtype=torch.int64, device=device))
 
     def update(
-        self, key: Tensor, value: Tensor, features: MaclaurinFeatures, key_mask: Tensor | None = None
+        self,
+        key: Tensor,
+        value: Tensor,
+        features: MaclaurinFeatures,
+        key_mask: Tensor | None = None,
+        *,
+        implementation: str = "auto",
     ) -> "RMFAState":
-        """Add keys ``(B, H, n, d)`` and values ``(B, H, n, d_v)``, in place; returns the state itself."""
+        """Add keys ``(B, H, n, d)`` and values ``(B, H, n, d_v)``, in place; returns the state itself.
+
+        `implementation` is ``"auto"``, which is eager, ``"eager"`` or ``"triton"``, here and in `read`.
+        """
         inputs = arrange(key, key, value, key_mask, enable_gqa=False)
         self._check(inputs.key, inputs.value, features)
         with torch.autocast(key.device.type, enabled=False):
             feature_map = map_for(features, inputs.key)
-            more, count = dispatch.accumulate(inputs.key, inputs.value, inputs.mask, feature_map)
+            more, count = dispatch.accumulate(*inputs[1:4], feature_map, implementation=implementation)
             sums = Sums(*(old + new for old, new in zip(self._sums(), more, strict=True)))
         refuse_overflow(sums, self._sums(), [inputs.key, inputs.value], inputs.mask)
         vars(self).update(vars(self._from_sums(sums, self.count + count.flatten())))
         return self
 
-    def read(self, query: Tensor, features: MaclaurinFeatures, scale: float | Tensor | None = None) -> Tensor:
+    def read(
+        self,
+        query: Tensor,
+        features: MaclaurinFeatures,
+        scale: float | Tensor | None = None,
+        *,
+        implementation: str = "auto",
+    ) -> Tensor:
         """Attention of queries ``(B, H_q, n, d)`` to everything seen so far, as in cross attention."""
         grouped, lead = arrange_query(query, *self.key_sum.shape[:2])
         self._check_map(features)
         with torch.autocast(query.device.type, enabled=False):
             feature_map = map_for(features, grouped)
             query_scale = arrange_scale(features.scale if scale is None else scale, grouped, features.scale)
-            count = self.count.view(-1, 1, 1, 1, 1)
-            out = dispatch.read(grouped, self._sums(), count, feature_map, query_scale)
+            out = dispatch.read(
+                grouped, self._before(), feature_map, query_scale, implementation=implementation
+            )
         refuse_overflow([out], [grouped, *self._sums()], [], None)
         return out.reshape(*lead, *out.shape[-2:])
 
@@ -249,6 +270,9 @@ class RMFAState:
             self.key_sum[:, :, None, None],
             self.value_sum[:, :, None, None],
         )
+
+    def _before(self) -> dispatch.Before:
+        return dispatch.Before(self._sums(), self.count.view(-1, 1, 1, 1, 1))
 
     @classmethod
     def _from_sums(cls, sums: Sums, count: Tensor) -> "RMFAState":
@@ -324,8 +348,7 @@ def rmfa_step(
         query_scale = arrange_scale(features.scale if scale is None else scale, inputs.query, features.scale)
         out, sums = dispatch.step(
             *inputs[:4],
-            state.count.view(-1, 1, 1, 1, 1),
-            state._sums(),
+            state._before(),
             feature_map,
             query_scale,
             implementation=implementation,

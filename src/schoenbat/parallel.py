@@ -14,10 +14,9 @@ from torch import Tensor
 
 from schoenbat.collectives import check_group, gather, sum_of_earlier_ranks, sum_over_ranks
 from schoenbat.features import MaclaurinFeatures
-from schoenbat.functional import RMFAState, rmfa_step
+from schoenbat.functional import RMFAState, attend
 from schoenbat.functional import rmfa as rmfa_on_one_rank
 from schoenbat.inputs import arrange
-from schoenbat.ops import dispatch
 
 if TYPE_CHECKING:  # not there where torch is built without torch.distributed
     from torch.distributed import ProcessGroup
@@ -56,7 +55,7 @@ def rmfa(
     ``fully_shard(model, mesh=mesh)``. Where each rank's loss is the mean over its tokens, as many on each,
     that gives the gradient of the mean over all tokens.
 
-    Differentiable once. A group of one rank is the plain call.
+    Differentiable once. A group of one rank is the plain call. Fused kernels run where asked for by name.
 
     Args:
         query: ``(..., H, n_q, d)``, this rank's shard; the lengths may differ from rank to rank and be 0.
@@ -68,7 +67,7 @@ def rmfa(
         is_causal: a query sees the keys up to its own position; each shard has as many queries as keys.
         scale: as in `schoenbat.rmfa`.
         enable_gqa: as in `schoenbat.rmfa`.
-        implementation: ``"auto"`` or ``"eager"``.
+        implementation: ``"auto"``, ``"eager"`` or ``"triton"``.
 
     Returns:
         ``(..., H, n_q, d_v)``, this rank's shard of the output.
@@ -99,7 +98,6 @@ def rmfa(
     # Every check of a shard comes before the first message: the other ranks would wait for one that raises.
     # Only what overflows raises later, on its rank alone; the others end with the group's timeout.
     inputs = arrange(query, key, value, key_mask, enable_gqa)
-    _check_implementation(implementation, query)
     if is_causal and query.shape[-2] != key.shape[-2]:
         raise ValueError(
             "causal attention over ranks needs as many queries as keys in each shard, rank "
@@ -109,30 +107,22 @@ def rmfa(
     state = RMFAState.zeros(
         features, batch, kv_heads, value.shape[-1], device=key.device, dtype=inputs.key.dtype
     )
-    state.update(key, value, features, key_mask)
+    state.update(key, value, features, key_mask, implementation=implementation)
     if not is_causal:
-        return _sum_over_ranks(state, group).read(query, features, scale)
-    out, _ = rmfa_step(
+        whole = _sum_over_ranks(state, group)
+        return whole.read(query, features, scale, implementation=implementation)
+    return attend(
         query,
         key,
         value,
         features,
-        _sum_of_earlier_ranks(state, group),
         key_mask=key_mask,
+        is_causal=True,
         scale=scale,
         enable_gqa=enable_gqa,
         implementation=implementation,
+        state=_sum_of_earlier_ranks(state, group),
     )
-    return out
-
-
-def _check_implementation(implementation: str, query: Tensor) -> None:
-    obstacle = "the shards of a sequence are summarized and read by the eager functions"
-    if dispatch.choose(implementation, obstacle, query) == "reference":
-        raise NotImplementedError(
-            "implementation='reference' looks at all pairs of a sequence, of which a rank holds a shard; "
-            "use 'auto' or 'eager'"
-        )
 
 
 def _sum_over_ranks(state: RMFAState, group: "ProcessGroup") -> RMFAState:

@@ -6,7 +6,7 @@ bool ``(B, 1, 1, n_k, 1)``, count int64 ``(B, 1, 1, 1, 1)``, query_scale ``(H, G
 
 import importlib.util
 import os
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -23,6 +23,15 @@ Implementation = Literal["auto", "reference", "eager", "triton"]
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 # Triton's interpreter runs kernels on the CPU, slowly: for tests.
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+# They are checked in Triton's interpreter; "auto" takes them once a GPU has run their tests.
+_BY_NAME = "kernels that go on from sums are taken by name alone"
+
+
+class Before(NamedTuple):
+    """The keys and values that a call does not see itself; a causal one has as many queries as keys then."""
+
+    sums: Sums
+    seen: Tensor  # int64 (B, 1, 1, 1, 1): how many
 
 
 def choose(implementation: str, obstacle: str | None, query: Tensor) -> str:
@@ -70,36 +79,51 @@ def attend(
     is_causal: bool,
     implementation: str,
     unit_rows: UnitRows | None = None,
+    before: Before | None = None,
 ) -> Tensor:
     """Attention over the whole sequence; causal with n_q ≠ n_k aligns the last query with the last key.
 
-    With `unit_rows`, queries and keys are normalised first, inside the kernels where they can do it.
+    With `unit_rows`, queries and keys are normalised first, inside the kernels where they can do it. A causal
+    call may go on from what was `before`.
     """
-    chosen = choose(implementation, _obstacle(query, value, feature_map), query)
-    if not query.shape[-2]:
+    obstacle = _obstacle(query, value, feature_map)
+    if before is None:
+        chosen = choose(implementation, obstacle, query)
+    else:
+        chosen = _choose_with_sums(implementation, obstacle or _state_obstacle(before.sums), query)
+    if not query.shape[-2] and before is None:
         return reference.of_no_query(query, key, value)
     if chosen == "triton" and not is_causal:
         return _attend_fused(query, key, value, mask, feature_map, query_scale, unit_rows)
     if unit_rows is not None:
         query, key = unit_rows(query), unit_rows(key)
     if chosen == "triton":
-        return _attend_causal_fused(query, key, value, mask, feature_map, query_scale)
+        return _attend_causal_fused(query, key, value, mask, feature_map, query_scale, before)
     if chosen == "reference":
         visible = _visible(query, key, mask, is_causal)
         q, k, v = (x.to(feature_map.weight.dtype) for x in (query, key, value))
         out = reference.attend(q, k, v, visible, *feature_map[:3], query_scale, feature_map.key_scale)
         return out.to(query.dtype)
     if is_causal:
-        return _attend_causal(query, key, value, mask, feature_map, query_scale)
+        return _attend_causal(query, key, value, mask, feature_map, query_scale, before)
     summary = _summarize(key, value, mask, feature_map)
     return _read(query, summary, eager.key_count(key, mask), feature_map, query_scale)
 
 
 def accumulate(
-    key: Tensor, value: Tensor, mask: Tensor | None, feature_map: FeatureMap
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    feature_map: FeatureMap,
+    *,
+    implementation: str,
 ) -> tuple[Sums, Tensor]:
     """Keys and values as plain sums, which add up over pieces of a sequence, and their count."""
-    summary, count = _summarize(key, value, mask, feature_map), eager.key_count(key, mask)
+    chosen = _choose_with_sums(implementation, _obstacle(key, value, feature_map), key)
+    count = eager.key_count(key, mask)
+    if chosen == "triton":
+        return _accumulate_fused(key, value, mask, feature_map), count
+    summary = _summarize(key, value, mask, feature_map)
     sums = Sums(
         summary.feature_value + summary.feature_sum @ summary.value_mean,
         summary.feature_sum,
@@ -109,8 +133,19 @@ def accumulate(
     return sums, count
 
 
-def read(query: Tensor, sums: Sums, count: Tensor, feature_map: FeatureMap, query_scale: Tensor) -> Tensor:
+def read(
+    query: Tensor,
+    before: Before,
+    feature_map: FeatureMap,
+    query_scale: Tensor,
+    *,
+    implementation: str,
+) -> Tensor:
     """Bidirectional attention to everything in the sums."""
+    sums, count = before
+    obstacle = _obstacle(query, sums.value_sum, feature_map) or _state_obstacle(sums)
+    if _choose_with_sums(implementation, obstacle, query) == "triton":
+        return _read_fused(query, before, feature_map, query_scale)
     divisor = count.clamp(min=1)
     value_mean = sums.value_sum / divisor
     summary = Summary(
@@ -127,24 +162,68 @@ def step(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    count: Tensor,
-    sums: Sums,
+    before: Before,
     feature_map: FeatureMap,
     query_scale: Tensor,
     *,
     implementation: str,
 ) -> tuple[Tensor, Sums]:
-    """Causal attention of n new tokens to those in the sums and to one another; the sums after them."""
-    obstacle = _obstacle(query, value, feature_map) or _step_obstacle(query, key, value, sums, query_scale)
+    """Causal attention of n new tokens to those before them and to one another; the sums after them."""
+    sums, count = before
+    obstacle = _obstacle(query, value, feature_map) or _state_obstacle(sums)
+    if not _is_decoding(query, key, value, *sums, query_scale):
+        obstacle = obstacle or _unless_named(implementation)
     chosen = choose(implementation, obstacle, query)
     if chosen == "triton":
-        return _step_fused(query, key, value, mask, count, sums, feature_map, query_scale)
+        return _step_fused(query, key, value, mask, before, feature_map, query_scale)
     shared = mask, count, *feature_map[:3], query_scale, feature_map.key_scale
     if chosen == "reference":
         q, k, v = (x.to(feature_map.weight.dtype) for x in (query, key, value))
         out, after = reference.step(q, k, v, *shared, sums)
         return out.to(query.dtype), Sums(*after)
     return _scan(Inputs(query, key, value, *shared), sums)
+
+
+def _is_decoding(query: Tensor, *others: Tensor) -> bool:
+    """One token, and no gradients wanted: what the decoding kernel does."""
+    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (query, *others))
+    return query.shape[-2] == 1 and not wanted
+
+
+def _unless_named(implementation: str) -> str | None:
+    return _BY_NAME if implementation == "auto" else None
+
+
+def _choose_with_sums(implementation: str, obstacle: str | None, query: Tensor) -> str:
+    chosen = choose(implementation, obstacle or _unless_named(implementation), query)
+    if chosen == "reference":
+        raise NotImplementedError(
+            "implementation='reference' looks at all pairs of a sequence, which sums do not hold; use "
+            "'auto', 'eager' or 'triton'"
+        )
+    return chosen
+
+
+def _state_obstacle(sums: Sums) -> str | None:
+    """What a state may have that the fused kernels do not know."""
+    if sums.feature_value.dtype != torch.float32:
+        return f"it goes on from a float32 state, got {sums.feature_value.dtype}"
+    return None
+
+
+def _accumulate_fused(key: Tensor, value: Tensor, mask: Tensor | None, feature_map: FeatureMap) -> Sums:
+    from schoenbat.ops.triton import library as fused
+
+    plan, flags = _plan(key, feature_map, key.dtype, wide=True)
+    return Sums(*fused.summarize(key, value, mask, plan, flags, feature_map.key_scale))
+
+
+def _read_fused(query: Tensor, before: Before, feature_map: FeatureMap, query_scale: Tensor) -> Tensor:
+    from schoenbat.ops.triton import library as fused
+
+    plan, flags = _plan(query, feature_map, query.dtype, wide=True)
+    small = plan, feature_map.coefficients, query_scale, flags
+    return fused.read(query, list(before.sums), before.seen, *small)[0]
 
 
 def _attend_fused(
@@ -171,12 +250,14 @@ def _attend_causal_fused(
     mask: Tensor | None,
     feature_map: FeatureMap,
     query_scale: Tensor,
+    before: Before | None,
 ) -> Tensor:
     from schoenbat.ops.triton import library as fused
 
     plan, flags = _plan(query, feature_map, query.dtype)
     small = plan, feature_map.coefficients, query_scale, flags, feature_map.key_scale
-    return fused.attend_causal(query, key, value, mask, *small)[0]
+    sums, count = ([], None) if before is None else (list(before.sums), before.seen)
+    return fused.attend_causal(query, key, value, mask, sums, count, *small)[0]
 
 
 def _plan(
@@ -190,29 +271,23 @@ def _plan(
     return planned.tensors, planned.flags
 
 
-def _step_obstacle(query: Tensor, key: Tensor, value: Tensor, sums: Sums, query_scale: Tensor) -> str | None:
-    """What else keeps the fused kernels from a decoding step."""
-    if query.shape[-2] != 1:
-        return f"it decodes one token at a time, got {query.shape[-2]}"
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value, *sums, query_scale)):
-        return "its decoding step gives no gradients"
-    if sums.feature_value.dtype != torch.float32:
-        return f"it decodes with a float32 state, got {sums.feature_value.dtype}"
-    return None
-
-
 def _step_fused(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    count: Tensor,
-    sums: Sums,
+    before: Before,
     feature_map: FeatureMap,
     query_scale: Tensor,
 ) -> tuple[Tensor, Sums]:
+    """One token without gradients by one kernel; else a causal call, and the sums by a pass of their own."""
     from schoenbat.ops.triton import library as fused
 
+    sums, count = before
+    if not _is_decoding(query, key, value, *sums, query_scale):
+        out = _attend_causal_fused(query, key, value, mask, feature_map, query_scale, before)
+        more = _accumulate_fused(key, value, mask, feature_map)
+        return out, Sums(*(old + new for old, new in zip(sums, more, strict=True)))
     plan, flags = _plan(query, feature_map, torch.float32)
     small = plan, feature_map.coefficients, query_scale, flags, feature_map.key_scale
     out, *after = fused.step(query, key, value, mask, count, list(sums), *small)
@@ -226,13 +301,20 @@ def _attend_causal(
     mask: Tensor | None,
     feature_map: FeatureMap,
     query_scale: Tensor,
+    before: Before | None,
 ) -> Tensor:
     """The keys before the first query become sums; queries before the first key see nothing."""
     earlier = max(0, key.shape[-2] - query.shape[-2])
     blind = max(0, query.shape[-2] - key.shape[-2])
-    if earlier:
-        before = None if mask is None else mask[..., :earlier, :]
-        sums, count = accumulate(key[..., :earlier, :], value[..., :earlier, :], before, feature_map)
+    if before is not None:
+        sums, count = before
+    elif earlier:
+        rows = (
+            key[..., :earlier, :],
+            value[..., :earlier, :],
+            None if mask is None else mask[..., :earlier, :],
+        )
+        sums, count = accumulate(*rows, feature_map, implementation="eager")
     else:
         sums, count = _nothing(key, value, feature_map)
     out, _ = _scan(

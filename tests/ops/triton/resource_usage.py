@@ -29,7 +29,7 @@ from schoenbat.ops.triton.launch_causal import tiles_of_keys
 from schoenbat.ops.triton.plan import GROUP, GROUP_OF_PAIRS
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-TABLES = {"p_degrees", "p_first", "p_count"}
+INTEGERS = {"p_degrees": "i32", "p_first": "i32", "p_count": "i32", "p_mask": "u8", "p_earlier": "i64"}
 ROWS = {
     "p_x",
     "p_rows",
@@ -58,9 +58,7 @@ def signature(kernel, constants, dtype):
         if name.startswith("p_"):
             partial = kernel in (bidirectional_sums.summarize, causal_sums.accumulate)
             rows = name in ROWS or (name in {"p_sums", "p_dsums"} and not partial)
-            types[name] = (
-                "*i32" if name in TABLES else "*u8" if name == "p_mask" else f"*{dtype if rows else 'fp32'}"
-            )
+            types[name] = f"*{INTEGERS.get(name, dtype if rows else 'fp32')}"
         else:
             types[name] = "fp32" if name in {"KEY_SCALE", "EPS"} else "i32"
         if name.startswith(("p_", "stride")):
@@ -90,6 +88,7 @@ def constants_for(width, quadratic, tiles, parts):
         "GROUPS": 1,
         "MAPS": 1,
         "HAS_MASK": True,
+        "HAS_STATE": True,
         "IS_QUERY": True,
         "PRECISION": "ieee",
         "IDENTITY": int(quadratic),

@@ -6,7 +6,7 @@ What the kernels compute is in `causal_sums`. Names are those of `features`; m_ 
 import triton
 import triton.language as tl
 
-from schoenbat.ops.triton.causal_sums import LENGTHS, normaliser, seen, shares, state, vector
+from schoenbat.ops.triton.causal_sums import LENGTHS, earlier_keys, normaliser, seen, shares, state, vector
 from schoenbat.ops.triton.features import evaluate, evaluate_backward, linear_scores
 from schoenbat.ops.triton.rows import LOWEST_EXPONENT, load_tile, store_tile, visible
 
@@ -35,11 +35,11 @@ def _scores(
 @triton.jit(do_not_specialize=LENGTHS)
 def read(
     p_query, p_key, p_value, p_mask, p_count, p_scale, p_coefficients, p_out, p_inverse, p_constant, p_slope,
-    p_near, p_near_totals, p_near_x, p_near_rows, p_far, p_far_totals, p_far_x, p_far_rows,
+    p_near, p_near_totals, p_near_x, p_near_rows, p_far, p_far_totals, p_far_x, p_far_rows, p_earlier,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     N_QUERY, N_KEY, FIRST_QUERY, FIRST_KEY, FIRST_TILE, TILES, SEGMENTS, NUM_ROW_TILES, KEY_SCALE,
     p_tiles, p_root, p_linear, p_degrees, p_first, NUM_TILES, num_groups,
-    HEADS: tl.constexpr, GROUPS: tl.constexpr, MAPS: tl.constexpr, HAS_MASK: tl.constexpr, IDENTITY: tl.constexpr,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, MAPS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_STATE: tl.constexpr, IDENTITY: tl.constexpr,
     QUADRATIC: tl.constexpr, CHUNK: tl.constexpr, DIM: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -69,7 +69,8 @@ def read(
     scale = tl.load(p_scale + i_h)
     constant, zeroth = tl.load(p_coefficients + 3 * i_map), tl.load(p_coefficients + 3 * i_map + 1)
     slope = tl.load(p_coefficients + 3 * i_map + 2)
-    near, far, both = shares(i_tile, FIRST_KEY, TILES, NUM_ROW_TILES, False, CHUNK, BLOCK)
+    earlier = earlier_keys(p_earlier, i_b, HAS_STATE)
+    near, far, both = shares(i_tile, FIRST_KEY, earlier, TILES, NUM_ROW_TILES, False, CHUNK, BLOCK)
 
     q_start, k_start = i_tile * BLOCK - FIRST_QUERY, i_tile * BLOCK - FIRST_KEY
     m_q = visible(p_mask, q_start, N_QUERY, BLOCK, False)
@@ -130,7 +131,7 @@ def read(
             b_v = load_tile(p_value, start, stride_vn, m_other, DV, BLOCK, BLOCK_V)
             b_numerator += tl.dot(b_more.to(dtype), b_v, input_precision=PRECISION)
 
-    b_count = seen(p_count, i_b, i_tile, FIRST_KEY + N_KEY, FIRST_KEY, HAS_MASK, BLOCK)
+    b_count = seen(p_count, i_b, i_tile, FIRST_KEY + N_KEY, FIRST_KEY, earlier, HAS_MASK, BLOCK)
     divisor = tl.maximum(b_count, 1.0)
     b_scores = tl.where(m_causal, b_scores, 0.0)
     b_total += tl.sum(b_scores, axis=1)
@@ -194,13 +195,13 @@ def _query_pair(
 @triton.jit(do_not_specialize=LENGTHS)
 def query_backward(
     p_query, p_key, p_value, p_mask, p_count, p_scale, p_coefficients, p_grad, p_out, p_inverse, p_constant, p_slope,
-    p_near, p_near_totals, p_near_x, p_near_rows, p_far, p_far_totals, p_far_x, p_far_rows,
+    p_near, p_near_totals, p_near_x, p_near_rows, p_far, p_far_totals, p_far_x, p_far_rows, p_earlier,
     p_dquery, p_dtotal, p_dmean, p_dscale,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_gb, stride_gh, stride_gn,
     N_QUERY, N_KEY, FIRST_QUERY, FIRST_KEY, FIRST_TILE, TILES, SEGMENTS, NUM_ROW_TILES, KEY_SCALE,
     p_tiles, p_root, p_linear, p_degrees, p_first, NUM_TILES, num_groups,
-    HEADS: tl.constexpr, GROUPS: tl.constexpr, MAPS: tl.constexpr, HAS_MASK: tl.constexpr, IDENTITY: tl.constexpr,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, MAPS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_STATE: tl.constexpr, IDENTITY: tl.constexpr,
     QUADRATIC: tl.constexpr, CHUNK: tl.constexpr, DIM: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -229,8 +230,9 @@ def query_backward(
     p_root += i_map * num_groups * GROUP
     p_linear += i_map * BLOCK_D
     scale, constant = tl.load(p_scale + i_h), tl.load(p_coefficients + 3 * i_map)
-    near, far, both = shares(i_tile, FIRST_KEY, TILES, NUM_ROW_TILES, False, CHUNK, BLOCK)
-    weight = normaliser(i_tile, FIRST_KEY, BLOCK)
+    earlier = earlier_keys(p_earlier, i_b, HAS_STATE)
+    near, far, both = shares(i_tile, FIRST_KEY, earlier, TILES, NUM_ROW_TILES, False, CHUNK, BLOCK)
+    weight = normaliser(i_tile, FIRST_KEY, earlier, BLOCK)
 
     q_start, k_start = i_tile * BLOCK - FIRST_QUERY, i_tile * BLOCK - FIRST_KEY
     m_q = visible(p_mask, q_start, N_QUERY, BLOCK, False)
@@ -244,7 +246,7 @@ def query_backward(
     b_inverse = tl.load(p_inverse + o_row, mask=m_q, other=0.0)
     b_e = tl.load(p_constant + o_row, mask=m_q, other=0.0)
     b_slope = tl.load(p_slope + o_row, mask=m_q, other=0.0)
-    b_count = seen(p_count, i_b, i_tile, FIRST_KEY + N_KEY, FIRST_KEY, HAS_MASK, BLOCK)
+    b_count = seen(p_count, i_b, i_tile, FIRST_KEY + N_KEY, FIRST_KEY, earlier, HAS_MASK, BLOCK)
     divisor = tl.maximum(b_count, 1.0)
 
     # ⟨grad, value⟩ for all pairs; its sums are ⟨grad, mean value⟩.

@@ -6,7 +6,7 @@ What the kernels compute is in `causal_sums`. Names are those of `features`; m_ 
 import triton
 import triton.language as tl
 
-from schoenbat.ops.triton.causal_sums import LENGTHS, normaliser, shares, state, vector
+from schoenbat.ops.triton.causal_sums import LENGTHS, earlier_keys, normaliser, shares, state, vector
 from schoenbat.ops.triton.features import evaluate, evaluate_backward, linear_scores
 from schoenbat.ops.triton.rows import load_tile, store_tile, visible
 
@@ -100,12 +100,13 @@ def _key_pair(
 @triton.jit(do_not_specialize=LENGTHS)
 def key_backward(
     p_query, p_key, p_value, p_mask, p_scale, p_grad, p_inverse, p_constant, p_dtotal, p_dmean,
-    p_near, p_near_totals, p_near_x, p_near_rows, p_far, p_far_totals, p_far_x, p_far_rows, p_dkey, p_dvalue,
+    p_near, p_near_totals, p_near_x, p_near_rows, p_far, p_far_totals, p_far_x, p_far_rows, p_earlier, p_dkey,
+    p_dvalue,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_gb, stride_gh, stride_gn,
     N_QUERY, N_KEY, FIRST_QUERY, FIRST_KEY, FIRST_TILE, TILES, SEGMENTS, NUM_ROW_TILES, KEY_SCALE,
     p_tiles, p_root, p_linear, p_degrees, p_first, NUM_TILES, num_groups,
-    HEADS: tl.constexpr, GROUPS: tl.constexpr, MAPS: tl.constexpr, HAS_MASK: tl.constexpr, IDENTITY: tl.constexpr,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, MAPS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_STATE: tl.constexpr, IDENTITY: tl.constexpr,
     QUADRATIC: tl.constexpr, CHUNK: tl.constexpr, DIM: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -137,7 +138,8 @@ def key_backward(
     p_root += i_map * num_groups * GROUP
     p_linear += i_map * BLOCK_D
     scale = tl.load(p_scale + i_h)
-    near, far, both = shares(i_tile, FIRST_KEY, TILES, NUM_ROW_TILES, True, CHUNK, BLOCK)
+    earlier = earlier_keys(p_earlier, i_b, HAS_STATE)
+    near, far, both = shares(i_tile, FIRST_KEY, earlier, TILES, NUM_ROW_TILES, True, CHUNK, BLOCK)
 
     q_start, k_start = i_tile * BLOCK - FIRST_QUERY, i_tile * BLOCK - FIRST_KEY
     m_q = visible(p_mask, q_start, N_QUERY, BLOCK, False)
@@ -146,7 +148,7 @@ def key_backward(
     b_q = load_tile(p_query, q_start, stride_qn, m_q, DIM, BLOCK, BLOCK_D)
     b_grad = load_tile(p_grad, q_start, stride_gn, m_q, DV, BLOCK, BLOCK_V)
     b_inverse = tl.load(p_inverse + q_start + o_n, mask=m_q, other=0.0)
-    weight = normaliser(i_tile, FIRST_KEY, BLOCK)
+    weight = normaliser(i_tile, FIRST_KEY, earlier, BLOCK)
     # What is masked gets zeros; what lies outside gets nothing.
     m_in = visible(p_mask, k_start, N_KEY, BLOCK, False)
     last = tl.minimum((i_tile // CHUNK + 1) * CHUNK, NUM_ROW_TILES)
@@ -168,7 +170,7 @@ def key_backward(
             b_other_inverse = tl.load(p_inverse + start + o_n, mask=m_other, other=0.0)
             b_dv = _value_pair(
                 b_dv, b_k, b_other, b_other_grad, b_other_inverse, b_e, scale, KEY_SCALE,
-                normaliser(i_other, FIRST_KEY, BLOCK), p_near, p_far, near, far, both, p_tiles, p_root, p_linear, p_degrees,
+                normaliser(i_other, FIRST_KEY, earlier, BLOCK), p_near, p_far, near, far, both, p_tiles, p_root, p_linear, p_degrees,
                 p_first, num_groups, False, IDENTITY, QUADRATIC, BLOCK_D, BLOCK_V, BLOCK, GROUP, PRECISION,
             )  # fmt: skip
     b_dv = tl.where(m_k[:, None], b_dv, 0.0)
@@ -194,7 +196,7 @@ def key_backward(
             b_other_dtotal = tl.load(p_dtotal + start + o_n, mask=m_other, other=0.0)
             b_dx = _key_pair(
                 b_dx, b_k, b_v, b_other, b_other_grad, b_other_inverse, b_other_dtotal, b_dmean, scale, KEY_SCALE,
-                normaliser(i_other, FIRST_KEY, BLOCK), p_near, p_near_totals, p_far, p_far_totals, near, far, both, p_tiles,
+                normaliser(i_other, FIRST_KEY, earlier, BLOCK), p_near, p_near_totals, p_far, p_far_totals, near, far, both, p_tiles,
                 p_root, p_linear, p_degrees, p_first, num_groups, False, IDENTITY, QUADRATIC, BLOCK_D, BLOCK_V, BLOCK, GROUP,
                 PRECISION,
             )  # fmt: skip

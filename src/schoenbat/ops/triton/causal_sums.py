@@ -17,6 +17,8 @@ weight unless the floor acts,
 Σφ(k)vᵀ is kept as a mean over positions, Σφ(q)(grad/f)ᵀ as one of terms that are multiplied by about how many keys their
 rows see (`normaliser`): such tiles stay in the range of float16 for any length. Totals are sums in float32.
 
+A sequence may go on from a state (HAS_STATE): then `scan` begins with its sums, and every row sees as many `earlier` keys more.
+
 Names are those of `features`; m_ are masks.
 """
 
@@ -33,25 +35,34 @@ LENGTHS = (
 
 
 @triton.jit
-def normaliser(i_tile, FIRST_KEY, BLOCK: tl.constexpr):
+def earlier_keys(p_earlier, i_b, HAS_STATE: tl.constexpr):
+    """How many keys are in the state that a sequence goes on from; a constant without one."""
+    earlier = 0
+    if HAS_STATE:
+        earlier = tl.load(p_earlier + i_b)
+    return earlier
+
+
+@triton.jit
+def normaliser(i_tile, FIRST_KEY, earlier, BLOCK: tl.constexpr):
     """About how many keys the rows of a tile see."""
-    return tl.maximum(i_tile * BLOCK - FIRST_KEY, 1).to(tl.float32)
+    return tl.maximum(i_tile * BLOCK - FIRST_KEY + earlier, 1).to(tl.float32)
 
 
 @triton.jit
 def shares(
-    i_tile, FIRST_KEY, TILES, NUM_ROW_TILES, AFTER: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
-):
+    i_tile, FIRST_KEY, earlier, TILES, NUM_ROW_TILES, AFTER: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     """What the means `near` and `far` of a tile are multiplied by for a mean of both, and this one for the sum."""
     i_chunk, i_segment = i_tile // CHUNK, i_tile // TILES
     if AFTER:
         chunk_end = tl.minimum((i_chunk + 1) * CHUNK, NUM_ROW_TILES)
         segment_end = tl.minimum((i_segment + 1) * TILES, NUM_ROW_TILES)
-        near = (segment_end - chunk_end) * BLOCK / normaliser(chunk_end - 1, FIRST_KEY, BLOCK)
-        far = (NUM_ROW_TILES - segment_end) * BLOCK / normaliser(segment_end - 1, FIRST_KEY, BLOCK)
+        near = (segment_end - chunk_end) * BLOCK / normaliser(chunk_end - 1, FIRST_KEY, earlier, BLOCK)
+        far = (NUM_ROW_TILES - segment_end) * BLOCK / normaliser(segment_end - 1, FIRST_KEY, earlier, BLOCK)
     else:
         near = ((i_chunk * CHUNK - i_segment * TILES) * BLOCK).to(tl.float32)
-        far = (i_segment * TILES * BLOCK).to(tl.float32)
+        far = (i_segment * TILES * BLOCK + earlier).to(tl.float32)
     both = near + far
     divisor = tl.where(both > 0.0, both, 1.0)
     return near / divisor, far / divisor, both
@@ -72,23 +83,25 @@ def vector(p_near, p_far, o_first, SIZE: tl.constexpr):
 
 
 @triton.jit
-def seen(p_count, i_b, i_tile, N, FIRST_KEY, HAS_MASK: tl.constexpr, BLOCK: tl.constexpr):
+def seen(p_count, i_b, i_tile, N, FIRST_KEY, earlier, HAS_MASK: tl.constexpr, BLOCK: tl.constexpr):
     """How many keys each row of a tile sees."""
     o_n = i_tile * BLOCK + tl.arange(0, BLOCK)
     if HAS_MASK:
-        return tl.load(p_count + i_b.to(tl.int64) * N + o_n, mask=o_n < N, other=0).to(tl.float32)
-    return tl.maximum(o_n - FIRST_KEY + 1, 0).to(tl.float32)
+        b_count = tl.load(p_count + i_b.to(tl.int64) * N + o_n, mask=o_n < N, other=0)
+    else:
+        b_count = tl.maximum(o_n - FIRST_KEY + 1, 0)
+    return (b_count + earlier).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def accumulate(
     p_x, p_rows, p_mask, p_scale, p_inverse, p_constant, p_dtotal, p_dmean,
-    p_near, p_near_totals, p_near_x, p_near_rows, p_sums, p_totals, p_x_sum, p_row_sum,
+    p_near, p_near_totals, p_near_x, p_near_rows, p_sums, p_totals, p_x_sum, p_row_sum, p_earlier,
     stride_xb, stride_xh, stride_xn, stride_rb, stride_rh, stride_rn,
     N, FIRST, FIRST_KEY, TILES, SEGMENTS, NUM_ROW_TILES, KEY_SCALE,
     p_tiles, p_root, p_linear, p_degrees, p_first, NUM_TILES, num_groups,
-    HEADS: tl.constexpr, GROUPS: tl.constexpr, MAPS: tl.constexpr, HAS_MASK: tl.constexpr, IS_QUERY: tl.constexpr,
-    IDENTITY: tl.constexpr, PARTS: tl.constexpr, QUADRATIC: tl.constexpr, CHUNK: tl.constexpr, DIM: tl.constexpr,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, MAPS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_STATE: tl.constexpr,
+    IS_QUERY: tl.constexpr, IDENTITY: tl.constexpr, PARTS: tl.constexpr, QUADRATIC: tl.constexpr, CHUNK: tl.constexpr, DIM: tl.constexpr,
     DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -111,11 +124,12 @@ def accumulate(
     scale = KEY_SCALE
     if IS_QUERY:
         scale = tl.load(p_scale + i_h)
+    earlier = earlier_keys(p_earlier, i_b, HAS_STATE)
     if i_part == 0:
         _accumulate(
             p_x, p_rows, p_mask, scale, p_inverse, p_constant, p_dtotal, p_dmean, p_near, p_near_totals, p_near_x, p_near_rows,
             p_sums, p_totals, p_x_sum, p_row_sum, stride_xn, stride_rn, i_bh, i_segment, 0,
-            N, FIRST, FIRST_KEY, TILES, SEGMENTS, NUM_ROW_TILES, p_tiles, p_root, p_linear, p_degrees, p_first, num_groups,
+            N, FIRST, FIRST_KEY, earlier, TILES, SEGMENTS, NUM_ROW_TILES, p_tiles, p_root, p_linear, p_degrees, p_first, num_groups,
             True, HAS_MASK, IS_QUERY, IDENTITY, QUADRATIC, CHUNK, DIM, DV, BLOCK_D, BLOCK_V, BLOCK, GROUP, PRECISION,
             BLOCK_D,
         )  # fmt: skip
@@ -123,7 +137,7 @@ def accumulate(
         _accumulate(
             p_x, p_rows, p_mask, scale, p_inverse, p_constant, p_dtotal, p_dmean, p_near, p_near_totals, p_near_x, p_near_rows,
             p_sums, p_totals, p_x_sum, p_row_sum, stride_xn, stride_rn, i_bh, i_segment, i_part - 1,
-            N, FIRST, FIRST_KEY, TILES, SEGMENTS, NUM_ROW_TILES, p_tiles, p_root, p_linear, p_degrees, p_first, num_groups,
+            N, FIRST, FIRST_KEY, earlier, TILES, SEGMENTS, NUM_ROW_TILES, p_tiles, p_root, p_linear, p_degrees, p_first, num_groups,
             False, HAS_MASK, IS_QUERY, IDENTITY, QUADRATIC, CHUNK, DIM, DV, BLOCK_D, BLOCK_V, BLOCK, GROUP, PRECISION,
             GROUP,
         )  # fmt: skip
@@ -133,7 +147,7 @@ def accumulate(
 def _accumulate(
     p_x, p_rows, p_mask, scale, p_inverse, p_constant, p_dtotal, p_dmean, p_near, p_near_totals, p_near_x, p_near_rows,
     p_sums, p_totals, p_x_sum, p_row_sum, stride_xn, stride_rn, i_bh, i_segment, i_group,
-    N, FIRST, FIRST_KEY, TILES, SEGMENTS, NUM_ROW_TILES, p_tiles, p_root, p_linear, p_degrees, p_first, num_groups,
+    N, FIRST, FIRST_KEY, earlier, TILES, SEGMENTS, NUM_ROW_TILES, p_tiles, p_root, p_linear, p_degrees, p_first, num_groups,
     LINEAR: tl.constexpr, HAS_MASK: tl.constexpr, IS_QUERY: tl.constexpr, IDENTITY: tl.constexpr,
     QUADRATIC: tl.constexpr, CHUNK: tl.constexpr, DIM: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr, FEATURES: tl.constexpr,
@@ -161,8 +175,8 @@ def _accumulate(
         i_tile = first_tile + i
         if IS_QUERY:
             i_tile = first_tile + num_here - 1 - i
-            weight = normaliser(i_tile, FIRST_KEY, BLOCK)
-            ratio = weight / normaliser(i_tile + 1, FIRST_KEY, BLOCK)
+            weight = normaliser(i_tile, FIRST_KEY, earlier, BLOCK)
+            ratio = weight / normaliser(i_tile + 1, FIRST_KEY, earlier, BLOCK)
             b_sums *= ratio
             b_totals *= ratio
             b_row_totals *= ratio
@@ -235,24 +249,33 @@ def _store_column(p, b, i_column: tl.constexpr, factor):
 @triton.jit(do_not_specialize=LENGTHS)
 def scan(
     p_sums, p_totals, p_x, p_rows, p_far, p_far_totals, p_far_x, p_far_rows,
-    FIRST_KEY, TILES, SEGMENTS, NUM_ROW_TILES, num_features,
-    AFTER: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK: tl.constexpr,
+    p_state, p_state_totals, p_state_x, p_state_rows, p_earlier, FIRST_KEY, TILES, SEGMENTS, NUM_ROW_TILES, num_features,
+    HEADS: tl.constexpr, HAS_STATE: tl.constexpr, AFTER: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """For each segment what all segments before it (AFTER: behind it) hold, the sums as means."""
+    """For each segment what the state and all segments before it (AFTER: all behind it) hold, the sums as means."""
     i_bh, i_rows = tl.program_id(0), tl.program_id(1)
+    earlier = earlier_keys(p_earlier, i_bh // HEADS, HAS_STATE)
     o_d, o_v, o_f = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V), i_rows * ROWS + tl.arange(0, ROWS)
     m_f = o_f < num_features
     b_sums = tl.zeros([ROWS, BLOCK_V], tl.float32)
     b_totals = tl.zeros([ROWS], tl.float32)
     b_x = tl.zeros([BLOCK_D], tl.float32)
     b_rows = tl.zeros([BLOCK_V], tl.float32)
+    if HAS_STATE and not AFTER:
+        i_state = i_bh.to(tl.int64) * num_features + o_f
+        b_sums += tl.load(p_state + i_state[:, None] * BLOCK_V + o_v[None, :], mask=m_f[:, None], other=0.0)
+        b_totals += tl.load(p_state_totals + i_state, mask=m_f, other=0.0)
+        b_x += tl.load(p_state_x + i_bh * BLOCK_D + o_d)
+        b_rows += tl.load(p_state_rows + i_bh * BLOCK_V + o_v)
     for i in range(SEGMENTS):
         i_segment = i
-        share = 1.0 / tl.maximum(i * TILES * BLOCK, 1)
+        share = 1.0 / tl.maximum(i * TILES * BLOCK + earlier, 1)
         if AFTER:
             i_segment = SEGMENTS - 1 - i
             end = tl.minimum((i_segment + 1) * TILES, NUM_ROW_TILES)
-            share = normaliser(end - 1, FIRST_KEY, BLOCK) / tl.maximum((NUM_ROW_TILES - end) * BLOCK, 1)
+            share = normaliser(end - 1, FIRST_KEY, earlier, BLOCK) / tl.maximum(
+                (NUM_ROW_TILES - end) * BLOCK, 1
+            )
         i_out = (i_bh * SEGMENTS + i_segment).to(tl.int64)
         o_sums = i_out * num_features * BLOCK_V + (o_f[:, None] * BLOCK_V + o_v[None, :])
         tl.store(p_far + o_sums, (b_sums * share).to(p_far.dtype.element_ty), mask=m_f[:, None])

@@ -114,22 +114,10 @@ def attend(
     unit: Unit,
 ) -> list[Tensor]:
     """Outputs, then the sums, totals, key mean and value mean that the backward pass starts from."""
-    shape, q = Shape.of(query, value), as_rows(query)
-    tiles = shape.tiles(plan)
-    summary = _summary(as_rows(key), as_rows(value), mask, shape, plan, key_scale, unit)
-    out = q.new_empty(*q.shape[:-1], shape.value_dim)
-    if out.numel():
-        splits, tiles_each = split(_row_tiles(q, tiles), q.shape[0] * q.shape[1], tiles)
-        bidirectional.read[(splits * q.shape[0] * q.shape[1],)](
-            *(q, out, query_scale, *summary, per_map(coefficients, plan)),
-            *(*q.stride()[:3], q.shape[-2], tiles_each, splits, unit.eps, *map_arguments(plan)),
-            HEADS=q.shape[1],
-            GROUPS=shape.groups,
-            UNIT=unit.code,
-            SINGLE=_is_single(plan),
-            **shape.constants(plan, tiles),
-        )
-    return [out.view(*query.shape[:-1], shape.value_dim), *summary]
+    shape, k = Shape.of(query, value), as_rows(key)
+    parts = summarize(k, as_rows(value), mask, shape, plan, key_scale, unit)
+    summary = finish(parts, _count(mask), key.shape[-2], shape, plan, k)
+    return [read(query, summary, shape, plan, coefficients, query_scale, unit), *summary]
 
 
 def attend_backward(
@@ -146,9 +134,88 @@ def attend_backward(
     unit: Unit,
 ) -> list[Tensor]:
     """Gradients of query, key, value and query_scale."""
-    shape = Shape.of(query, value)
-    q, k, v, g = as_rows(query), as_rows(key), as_rows(value), as_rows(grad.to(query.dtype))
-    sums, totals, key_mean, value_mean = summary
+    shape, count = Shape.of(query, value), _count(mask)
+    small = plan, coefficients, query_scale, unit
+    grad_query, to_scale, parts = read_backward(grad, query, summary, shape, *small)
+    to_summary = finish_backward(parts, count, key.shape[-2], summary[1], shape, plan, shape.dtype)
+    to_keys = key_backward(key, value, mask, to_summary, summary[3], shape, plan, key_scale, unit)
+    return [grad_query, *to_keys, to_scale]
+
+
+def summarize(
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    shape: Shape,
+    plan: Plan,
+    key_scale: float,
+    unit: Unit,
+) -> list[Tensor]:
+    """Parts of Σφ(k)vᵀ, Σφ(k), Σk and Σv of each key head, ``(B·H·splits, ...)`` in float32."""
+    return _summarize(key, value, mask, None, shape._replace(groups=1), plan, None, key_scale, unit)
+
+
+def finish(
+    parts: Sequence[Tensor], count: Tensor | None, keys: int, shape: Shape, plan: Plan, like: Tensor
+) -> list[Tensor]:
+    """Sums, totals, key mean and value mean of each key head, ``(B·H, ...)``.
+
+    `count` is how many keys take part in each sequence, ``(B,)``; None for all `keys`.
+    """
+    heads = shape.batch * shape.heads
+    summary = _empty_summary(heads, shape, plan, like, shape.dtype)
+    rows = sum_rows(plan)
+    bidirectional_sums.finish[(heads, max(1, triton.cdiv(plan.num_features, rows)))](
+        *(*parts, like if count is None else count, *summary),
+        *(keys, parts[0].shape[0] // heads, plan.num_features),
+        HEADS=shape.heads,
+        HAS_MASK=count is not None,
+        ROWS=rows,
+        BLOCK_D=shape.block_d,
+        BLOCK_V=shape.block_v,
+    )
+    return summary
+
+
+def read(
+    query: Tensor,
+    summary: Sequence[Tensor],
+    shape: Shape,
+    plan: Plan,
+    coefficients: Tensor,
+    query_scale: Tensor,
+    unit: Unit,
+) -> Tensor:
+    """Each query row's output."""
+    q, tiles = as_rows(query), shape.tiles(plan)
+    out = q.new_empty(*q.shape[:-1], shape.value_dim)
+    if out.numel():
+        splits, tiles_each = split(_row_tiles(q, tiles), q.shape[0] * q.shape[1], tiles)
+        bidirectional.read[(splits * q.shape[0] * q.shape[1],)](
+            *(q, out, query_scale, *summary, per_map(coefficients, plan)),
+            *(*q.stride()[:3], q.shape[-2], tiles_each, splits, unit.eps, *map_arguments(plan)),
+            HEADS=q.shape[1],
+            GROUPS=shape.groups,
+            UNIT=unit.code,
+            SINGLE=_is_single(plan),
+            **shape.constants(plan, tiles),
+        )
+    return out.view(*query.shape[:-1], shape.value_dim)
+
+
+def read_backward(
+    grad: Tensor,
+    query: Tensor,
+    summary: Sequence[Tensor],
+    shape: Shape,
+    plan: Plan,
+    coefficients: Tensor,
+    query_scale: Tensor,
+    unit: Unit,
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Gradients of query and query_scale; parts of those of the summary, ``(B·H·G·splits, ...)``."""
+    q, g = as_rows(query), as_rows(grad.to(query.dtype))
+    sums, totals, key_mean, _ = summary
     grad_query = q.new_empty(q.shape)
     by_row = [q.new_empty(q.shape[:-1], dtype=torch.float32) for _ in range(3)]
     tiles, single = shape.tiles(plan), _is_single(plan)
@@ -167,15 +234,59 @@ def attend_backward(
             SINGLE=single,
             **shape.constants(plan, tiles),
         )
-    to_summary = _summary_backward(q, g, k, mask, by_row, totals, shape, plan, query_scale, key_scale, unit)
+    else:
+        to_scale.zero_()
+    parts = _summarize(q, g, None, by_row, shape, plan, query_scale, 1.0, unit)
+    return grad_query.view(query.shape), to_scale.sum((0, 2)).view(query_scale.shape), parts
+
+
+def finish_backward(
+    parts: Sequence[Tensor],
+    count: Tensor | None,
+    keys: int,
+    totals: Tensor,
+    shape: Shape,
+    plan: Plan,
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    """Gradients of sums (in `dtype`) and totals, and what each key and each value gets through the means."""
+    heads = shape.batch * shape.heads
+    to_summary = _empty_summary(heads, shape, plan, totals, dtype)
+    bidirectional_sums.finish_backward[(heads, shape.block_v // 16)](
+        *(*parts, totals if count is None else count, totals, *to_summary),
+        *(keys, parts[0].shape[0] // heads, plan.num_features),
+        HEADS=shape.heads,
+        HAS_MASK=count is not None,
+        ROWS=sum_rows(plan),
+        COLUMNS=16,
+        BLOCK_D=shape.block_d,
+        BLOCK_V=shape.block_v,
+    )
+    return to_summary
+
+
+def key_backward(
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    to_summary: Sequence[Tensor],
+    centre: Tensor,
+    shape: Shape,
+    plan: Plan,
+    key_scale: float,
+    unit: Unit,
+) -> list[Tensor]:
+    """Gradients of key and value, from those of the sums of φ(k)(v − centre)ᵀ: see `finish_backward`."""
+    k, v = as_rows(key), as_rows(value)
     grad_key, grad_value = k.new_empty(k.shape), v.new_empty(v.shape)
     if k.numel():
+        tiles, single = shape.tiles(plan), _is_single(plan)
         splits, tiles_each = _row_tiles(k, tiles), 1
         if single:
             splits, tiles_each = split(splits, k.shape[0] * k.shape[1], tiles)
         to_sums, to_totals, to_key, to_value = to_summary
         bidirectional.key_backward[(splits * k.shape[0] * k.shape[1],)](
-            *(k, v, flat(mask, k), grad_key, grad_value, to_sums, to_totals, to_key, value_mean, to_value),
+            *(k, v, flat(mask, k), grad_key, grad_value, to_sums, to_totals, to_key, centre, to_value),
             *(*k.stride()[:3], *v.stride()[:3], k.shape[-2], tiles_each, splits, key_scale),
             *(unit.eps, *map_arguments(plan)),
             HEADS=k.shape[1],
@@ -184,69 +295,15 @@ def attend_backward(
             SINGLE=single,
             **shape.constants(plan, tiles),
         )
-    grads = grad_query.view(query.shape), grad_key.view(key.shape), grad_value.view(value.shape)
-    return [*grads, to_scale.sum((0, 2)).view(query_scale.shape)]
+    return [grad_key.view(key.shape), grad_value.view(value.shape)]
 
 
-def _summary(
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    shape: Shape,
-    plan: Plan,
-    key_scale: float,
-    unit: Unit,
-) -> list[Tensor]:
-    """Sums, totals, key mean and value mean of each key head, ``(B·H, ...)``."""
-    parts = _summarize(key, value, mask, None, shape._replace(groups=1), plan, None, key_scale, unit)
-    heads = key.shape[0] * key.shape[1]
-    summary = _empty_summary(heads, shape, plan, key)
-    rows = sum_rows(plan)
-    bidirectional_sums.finish[(heads, max(1, triton.cdiv(plan.num_features, rows)))](
-        *(*parts, _count(key, mask), *summary, key.shape[-2], parts[0].shape[0] // heads, plan.num_features),
-        HEADS=key.shape[1],
-        HAS_MASK=mask is not None,
-        ROWS=rows,
-        BLOCK_D=shape.block_d,
-        BLOCK_V=shape.block_v,
-    )
-    return summary
-
-
-def _summary_backward(
-    query: Tensor,
-    grad: Tensor,
-    key: Tensor,
-    mask: Tensor | None,
-    by_row: list[Tensor],
-    totals: Tensor,
-    shape: Shape,
-    plan: Plan,
-    query_scale: Tensor,
-    key_scale: float,
-    unit: Unit,
-) -> list[Tensor]:
-    """Gradients of sums and totals, and what each key and each value gets through the means."""
-    parts = _summarize(query, grad, None, by_row, shape, plan, query_scale, key_scale, unit)
-    heads = shape.batch * shape.heads
-    to_summary = _empty_summary(heads, shape, plan, query)
-    rows = sum_rows(plan)
-    bidirectional_sums.finish_backward[(heads, shape.block_v // 16)](
-        *(*parts, _count(key, mask), totals, *to_summary),
-        *(key.shape[-2], parts[0].shape[0] // heads, plan.num_features),
-        HEADS=shape.heads,
-        HAS_MASK=mask is not None,
-        ROWS=rows,
-        COLUMNS=16,
-        BLOCK_D=shape.block_d,
-        BLOCK_V=shape.block_v,
-    )
-    return to_summary
-
-
-def _empty_summary(heads: int, shape: Shape, plan: Plan, like: Tensor) -> list[Tensor]:
+def _empty_summary(heads: int, shape: Shape, plan: Plan, like: Tensor, dtype: torch.dtype) -> list[Tensor]:
     sums, *rest = summary_shapes(shape, plan)
-    return [like.new_empty(heads, *sums), *(like.new_empty(heads, *s, dtype=torch.float32) for s in rest)]
+    return [
+        like.new_empty(heads, *sums, dtype=dtype),
+        *(like.new_empty(heads, *size, dtype=torch.float32) for size in rest),
+    ]
 
 
 def sum_rows(plan: Plan) -> int:
@@ -317,9 +374,9 @@ def per_map(coefficients: Tensor, plan: Plan) -> Tensor:
     return coefficients.expand(plan.tiles.shape[0], -1).contiguous()
 
 
-def _count(key: Tensor, mask: Tensor | None) -> Tensor:
-    """How many keys of each sequence take part; without a mask some tensor that no kernel reads."""
-    return key if mask is None else mask.sum((1, 2, 3, 4), dtype=torch.int32)
+def _count(mask: Tensor | None) -> Tensor | None:
+    """How many keys of each sequence take part, ``(B,)``; None for all."""
+    return None if mask is None else mask.sum((1, 2, 3, 4), dtype=torch.int32)
 
 
 def as_rows(x: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from schoenbat.ops.triton.launch import (
 )
 from schoenbat.ops.triton.launch import tiles_for as bidirectional_tiles
 from schoenbat.ops.triton.plan import Plan
+from schoenbat.ops.triton.state import empty_state, lay_out, roots, take_out
 
 
 def tiles_for(dtype: torch.dtype, block_d: int, block_v: int, quadratic: bool) -> Tiles:
@@ -101,22 +102,28 @@ def attend(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
+    state: Sequence[Tensor],
+    count: Tensor | None,
     plan: Plan,
     coefficients: Tensor,
     query_scale: Tensor,
     key_scale: float,
 ) -> list[Tensor]:
-    """Outputs; what the backward pass starts from: three values for each row, and the eight sums."""
+    """Outputs; what the backward pass starts from: three values for each row, and the eight sums.
+
+    A sequence goes on from the four sums of a `state` of `count` keys, or (with none and None) from nothing.
+    """
     shape = Shape.of(query, value)
     q, k, v = as_rows(query), as_rows(key), as_rows(value)
     axis = Axis.of(q.shape[-2], k.shape[-2], shape, plan)
-    sums = _sums(k, v, mask, None, shape, plan, axis, None, key_scale)
+    before = lay_out(state, roots(shape, plan), shape, plan) if state else None
+    sums, _ = _sums(k, v, mask, None, before, count, shape, plan, axis, None, key_scale)
     out = q.new_empty(*q.shape[:-1], shape.value_dim)
     by_row = [q.new_empty(q.shape[:-1], dtype=torch.float32) for _ in range(3)]
     if out.numel():
         causal.read[axis.programs(axis.first_query, q.shape[0] * q.shape[1])](
             *(q, k, v, flat(mask, k), _counts(mask, axis, k), query_scale),
-            *(per_map(coefficients, plan), out, *by_row, *sums),
+            *(per_map(coefficients, plan), out, *by_row, *sums, _earlier(count, k)),
             *(
                 *q.stride()[:3],
                 *k.stride()[:3],
@@ -128,6 +135,7 @@ def attend(
             HEADS=q.shape[1],
             GROUPS=shape.groups,
             HAS_MASK=mask is not None,
+            HAS_STATE=count is not None,
             CHUNK=axis.chunk,
             **shape.constants(plan, axis.tiles),
         )
@@ -140,22 +148,25 @@ def attend_backward(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
+    count: Tensor | None,
     saved: Sequence[Tensor],  # what `attend` gave
     plan: Plan,
     coefficients: Tensor,
     query_scale: Tensor,
     key_scale: float,
 ) -> list[Tensor]:
-    """Gradients of query, key, value and query_scale."""
+    """Gradients of query, key, value and query_scale, and of the state's four sums if there is one."""
     shape, out, (inverse, constant, slope) = Shape.of(query, value), as_rows(saved[0]), saved[1:4]
     q, k, v, g = as_rows(query), as_rows(key), as_rows(value), as_rows(grad.to(query.dtype))
     axis, heads = Axis.of(q.shape[-2], k.shape[-2], shape, plan), q.shape[0] * q.shape[1]
     if not q.numel():
-        return [torch.zeros_like(x) for x in (query, key, value, query_scale)]
+        to_state = [] if count is None else [x.zero_() for x in empty_state(query, value, plan)]
+        return [*(torch.zeros_like(x) for x in (query, key, value, query_scale)), *to_state]
     shared = {
         "HEADS": q.shape[1],
         "GROUPS": shape.groups,
         "HAS_MASK": mask is not None,
+        "HAS_STATE": count is not None,
         "CHUNK": axis.chunk,
         **shape.constants(plan, axis.tiles),
     }
@@ -167,23 +178,30 @@ def attend_backward(
     causal.query_backward[programs](
         *(q, k, v, flat(mask, k), _counts(mask, axis, k), query_scale),
         *(per_map(coefficients, plan), g, out, inverse, constant, slope, *saved[4:]),
+        _earlier(count, k),
         *(grad_query, to_total, to_mean, to_scale, *strides, *axis.from_tile(axis.first_query), key_scale),
         *map_arguments(plan),
         **shared,
     )
     by_row = [inverse, constant, to_total, to_mean]
-    sums = _sums(q, g, None, by_row, shape, plan, axis, query_scale, key_scale)
+    sums, parts = _sums(q, g, None, by_row, None, count, shape, plan, axis, query_scale, key_scale)
     # Each query head gives a gradient to the key head it shares: added up afterwards, in float32.
     dtype = q.dtype if shape.groups == 1 else torch.float32
     grad_key, grad_value = (q.new_empty(*q.shape[:2], *x.shape[2:], dtype=dtype) for x in (k, v))
     if k.numel():
         causal_keys.key_backward[axis.programs(axis.first_key, heads)](
-            *(q, k, v, flat(mask, k), query_scale, g, *by_row, *sums, grad_key, grad_value),
+            *(q, k, v, flat(mask, k), query_scale, g, *by_row, *sums, _earlier(count, k)),
+            *(grad_key, grad_value),
             *(*strides, *axis.from_tile(axis.first_key), key_scale, *map_arguments(plan)),
             **(shared | tiles_of_keys(axis.tiles).compilation),
         )
     to_keys = (_over_groups(x, like) for x, like in ((grad_key, key), (grad_value, value)))
-    return [grad_query.view(query.shape), *to_keys, to_scale.sum((0, 2)).view(query_scale.shape)]
+    grads = [grad_query.view(query.shape), *to_keys, to_scale.sum((0, 2)).view(query_scale.shape)]
+    if count is None:
+        return grads
+    # Every row sees the state, as a key behind which all queries lie.
+    over_rows = [x.flatten(0, 1).unflatten(0, (shape.batch * shape.heads, -1)).sum(1) for x in parts]
+    return [*grads, *take_out(over_rows, roots(shape, plan), shape, plan)]
 
 
 def _sums(
@@ -191,13 +209,18 @@ def _sums(
     rows: Tensor,
     mask: Tensor | None,
     by_row: list[Tensor] | None,
+    before: list[Tensor] | None,
+    count: Tensor | None,
     shape: Shape,
     plan: Plan,
     axis: Axis,
     query_scale: Tensor | None,
     key_scale: float,
-) -> list[Tensor]:
-    """The eight sums over keys and values, or over queries and output gradients: see the kernels."""
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The eight sums over keys and values, or over queries and output gradients: see the kernels.
+
+    Then what `before` does not enter: the four sums over each segment.
+    """
     heads, after = x.shape[0] * x.shape[1], by_row is not None
     first, program_parts = axis.first_query if after else axis.first_key, 1 + plan.num_groups
     sums = [
@@ -207,11 +230,12 @@ def _sums(
     parts = [x.new_empty(heads, *size, dtype=torch.float32) for size in _segment_sizes(axis, shape, plan)]
     causal_sums.accumulate[(program_parts * axis.segments * heads,)](
         *(x, rows, flat(mask, x), x if query_scale is None else query_scale, *(by_row or (x, x, x, x))),
-        *(*sums[:4], *parts, *x.stride()[:3], *rows.stride()[:3], x.shape[-2], first, axis.first_key),
-        *(*axis.cut, key_scale, *map_arguments(plan)),
+        *(*sums[:4], *parts, _earlier(count, x), *x.stride()[:3], *rows.stride()[:3], x.shape[-2], first),
+        *(axis.first_key, *axis.cut, key_scale, *map_arguments(plan)),
         HEADS=x.shape[1],
         GROUPS=shape.groups if after else 1,
         HAS_MASK=mask is not None,
+        HAS_STATE=count is not None,
         IS_QUERY=after,
         PARTS=program_parts,
         CHUNK=axis.chunk,
@@ -219,14 +243,22 @@ def _sums(
     )
     rows_each = sum_rows(plan)
     causal_sums.scan[(heads, max(1, triton.cdiv(plan.num_features, rows_each)))](
-        *(*parts, *sums[4:], axis.first_key, *axis.cut, plan.num_features),
+        *(*parts, *sums[4:], *(before or parts), _earlier(count, x)),
+        *(axis.first_key, *axis.cut, plan.num_features),
+        HEADS=x.shape[1],
+        HAS_STATE=count is not None,
         AFTER=after,
         ROWS=rows_each,
         BLOCK_D=shape.block_d,
         BLOCK_V=shape.block_v,
         BLOCK=axis.tiles.block,
     )
-    return sums
+    return sums, parts
+
+
+def _earlier(count: Tensor | None, instead: Tensor) -> Tensor:
+    """How many keys each state has seen, ``(B,)``; without states some pointer that no kernel reads."""
+    return instead if count is None else count.flatten().contiguous()
 
 
 def _counts(mask: Tensor | None, axis: Axis, instead: Tensor) -> Tensor:

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from schoenbat.ops.triton import launch, launch_causal, launch_decode
+from schoenbat.ops.triton import launch, launch_causal, launch_decode, launch_state
 from schoenbat.ops.triton.plan import Plan
+from schoenbat.ops.triton.state import empty_state
 
 
 @torch.library.custom_op("schoenbat::triton_attend", mutates_args=())
@@ -33,8 +34,12 @@ def _(
     query: Tensor, key: Tensor, value: Tensor, mask: Any, plan: Any, coefficients: Any, scale: Any,
     flags: Any, *rest: Any,
 ) -> list[Tensor]:  # fmt: skip
-    shapes = launch.summary_shapes(launch.Shape.of(query, value), Plan.of(plan, flags))
-    sums, *others = ((key.shape[0] * key.shape[1], *shape) for shape in shapes)
+    return _output_and_summary(query, value, Plan.of(plan, flags))
+
+
+def _output_and_summary(query: Tensor, value: Tensor, plan: Plan) -> list[Tensor]:
+    shapes = launch.summary_shapes(launch.Shape.of(query, value), plan)
+    sums, *others = ((query.shape[0] * query.shape[1], *shape) for shape in shapes)
     out = query.new_empty(*query.shape[:-1], value.shape[-1])
     return [out, query.new_empty(sums), *(query.new_empty(s, dtype=torch.float32) for s in others)]
 
@@ -84,12 +89,127 @@ def _gradient(ctx: Any, grad: list[Tensor]) -> tuple[Any, ...]:
 attend.register_autograd(_gradient, setup_context=_context)
 
 
+@torch.library.custom_op("schoenbat::triton_summarize", mutates_args=())
+def summarize(
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    plan: Sequence[Tensor],
+    flags: Sequence[int],
+    key_scale: float,
+) -> list[Tensor]:
+    """The sums of a state, of these keys and values alone."""
+    return launch_state.summarize(key, value, mask, Plan.of(plan, flags), key_scale)
+
+
+@summarize.register_fake
+def _(key: Tensor, value: Tensor, mask: Any, plan: Any, flags: Any, key_scale: float) -> list[Tensor]:
+    return empty_state(key, value, Plan.of(plan, flags))
+
+
+@torch.library.custom_op("schoenbat::triton_summarize_backward", mutates_args=())
+def summarize_backward(
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    to_sums: Sequence[Tensor],
+    value_sum: Tensor,
+    plan: Sequence[Tensor],
+    flags: Sequence[int],
+    key_scale: float,
+) -> list[Tensor]:
+    laid_out = Plan.of(plan, flags)
+    return launch_state.summarize_backward(key, value, mask, to_sums, value_sum, laid_out, key_scale)
+
+
+@summarize_backward.register_fake
+def _(key: Tensor, value: Tensor, *rest: Any) -> list[Tensor]:
+    return [x.new_empty(x.shape) for x in (key, value)]
+
+
+def _summarize_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    key, value, mask, plan, *ctx.small = inputs
+    ctx.save_for_backward(key, value, mask, output[3], *plan)
+
+
+def _summarize_gradient(ctx: Any, grad: list[Tensor]) -> tuple[Any, ...]:
+    key, value, mask, value_sum, *plan = ctx.saved_tensors
+    to_key, to_value = summarize_backward(key, value, mask, grad, value_sum, plan, *ctx.small)
+    return to_key, to_value, None, [None] * 5, None, None
+
+
+summarize.register_autograd(_summarize_gradient, setup_context=_summarize_context)
+
+
+@torch.library.custom_op("schoenbat::triton_read", mutates_args=())
+def read(
+    query: Tensor,
+    sums: Sequence[Tensor],
+    count: Tensor,
+    plan: Sequence[Tensor],
+    coefficients: Tensor,
+    query_scale: Tensor,
+    flags: Sequence[int],
+) -> list[Tensor]:
+    """Attention to everything in a state; also what the backward pass starts from."""
+    return launch_state.read(query, sums, count, Plan.of(plan, flags), coefficients, query_scale)
+
+
+@read.register_fake
+def _(
+    query: Tensor, sums: Sequence[Tensor], count: Any, plan: Any, coefficients: Any, scale: Any, flags: Any
+) -> list[Tensor]:
+    return _output_and_summary(query, sums[3], Plan.of(plan, flags))
+
+
+@torch.library.custom_op("schoenbat::triton_read_backward", mutates_args=())
+def read_backward(
+    grad: Tensor,
+    query: Tensor,
+    summary: Sequence[Tensor],
+    count: Tensor,
+    plan: Sequence[Tensor],
+    coefficients: Tensor,
+    query_scale: Tensor,
+    flags: Sequence[int],
+) -> list[Tensor]:
+    small = Plan.of(plan, flags), coefficients, query_scale
+    return launch_state.read_backward(grad, query, summary, count, *small)
+
+
+@read_backward.register_fake
+def _(
+    grad: Tensor, query: Tensor, summary: Any, count: Any, plan: Any, coefficients: Any, query_scale: Tensor,
+    flags: Any,
+) -> list[Tensor]:  # fmt: skip
+    to_sums = empty_state(query, grad, Plan.of(plan, flags))
+    return [query.new_empty(query.shape), query_scale.new_empty(query_scale.shape), *to_sums]
+
+
+def _read_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    query, _, count, plan, coefficients, query_scale, ctx.flags = inputs
+    ctx.save_for_backward(query, count, coefficients, query_scale, *output[1:], *plan)
+
+
+def _read_gradient(ctx: Any, grad: list[Tensor]) -> tuple[Any, ...]:
+    query, count, coefficients, query_scale, *rest = ctx.saved_tensors
+    to_query, to_scale, *to_sums = read_backward(
+        grad[0], query, rest[:4], count, rest[4:], coefficients, query_scale, ctx.flags
+    )
+    return to_query, to_sums, None, [None] * 5, None, to_scale, None
+
+
+read.register_autograd(_read_gradient, setup_context=_read_context)
+
+
 @torch.library.custom_op("schoenbat::triton_attend_causal", mutates_args=())
 def attend_causal(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
+    state: Sequence[Tensor],
+    count: Tensor | None,
     plan: Sequence[Tensor],
     coefficients: Tensor,
     query_scale: Tensor,
@@ -97,13 +217,13 @@ def attend_causal(
     key_scale: float,
 ) -> list[Tensor]:
     small = Plan.of(plan, flags), coefficients, query_scale, key_scale
-    return launch_causal.attend(query, key, value, mask, *small)
+    return launch_causal.attend(query, key, value, mask, state, count, *small)
 
 
 @attend_causal.register_fake
 def _(
-    query: Tensor, key: Tensor, value: Tensor, mask: Any, plan: Any, coefficients: Any, scale: Any,
-    flags: Any, key_scale: float,
+    query: Tensor, key: Tensor, value: Tensor, mask: Any, state: Any, count: Any, plan: Any,
+    coefficients: Any, scale: Any, flags: Any, key_scale: float,
 ) -> list[Tensor]:  # fmt: skip
     shape, laid_out = launch.Shape.of(query, value), Plan.of(plan, flags)
     axis = launch_causal.Axis.of(query.shape[-2], key.shape[-2], shape, laid_out)
@@ -122,6 +242,7 @@ def attend_causal_backward(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
+    count: Tensor | None,
     saved: Sequence[Tensor],
     plan: Sequence[Tensor],
     coefficients: Tensor,
@@ -130,29 +251,30 @@ def attend_causal_backward(
     key_scale: float,
 ) -> list[Tensor]:
     small = Plan.of(plan, flags), coefficients, query_scale, key_scale
-    return launch_causal.attend_backward(grad, query, key, value, mask, saved, *small)
+    return launch_causal.attend_backward(grad, query, key, value, mask, count, saved, *small)
 
 
 @attend_causal_backward.register_fake
 def _(
-    grad: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, saved: Any, plan: Any,
-    coefficients: Any, query_scale: Tensor, *rest: Any,
+    grad: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, count: Tensor | None, saved: Any,
+    plan: Any, coefficients: Any, query_scale: Tensor, flags: Any, key_scale: float,
 ) -> list[Tensor]:  # fmt: skip
-    return [x.new_empty(x.shape) for x in (query, key, value, query_scale)]
+    to_state = [] if count is None else empty_state(query, value, Plan.of(plan, flags))
+    return [*(x.new_empty(x.shape) for x in (query, key, value, query_scale)), *to_state]
 
 
 def _causal_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    query, key, value, mask, plan, coefficients, query_scale, ctx.flags, ctx.key_scale = inputs
-    ctx.save_for_backward(query, key, value, mask, coefficients, query_scale, *plan, *output)
+    query, key, value, mask, _, count, plan, coefficients, query_scale, *ctx.small = inputs
+    ctx.save_for_backward(query, key, value, mask, count, coefficients, query_scale, *plan, *output)
 
 
 def _causal_gradient(ctx: Any, grad: list[Tensor]) -> tuple[Any, ...]:
-    query, key, value, mask, coefficients, query_scale, *rest = ctx.saved_tensors
-    to_query, to_key, to_value, to_scale = attend_causal_backward(
-        *(grad[0], query, key, value, mask, rest[5:], rest[:5], coefficients, query_scale),
-        *(ctx.flags, ctx.key_scale),
+    query, key, value, mask, count, coefficients, query_scale, *rest = ctx.saved_tensors
+    to_query, to_key, to_value, to_scale, *to_state = attend_causal_backward(
+        *(grad[0], query, key, value, mask, count, rest[5:], rest[:5], coefficients, query_scale),
+        *ctx.small,
     )
-    return to_query, to_key, to_value, None, [None] * 5, None, to_scale, None, None
+    return to_query, to_key, to_value, None, to_state, None, [None] * 5, None, to_scale, None, None
 
 
 attend_causal.register_autograd(_causal_gradient, setup_context=_causal_context)

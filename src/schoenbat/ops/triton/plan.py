@@ -47,6 +47,7 @@ class Plan(NamedTuple):
     first: Tensor
     identity: bool
     quadratic: bool
+    monomials: int  # of the map: features without the constant, and without padding
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -54,13 +55,15 @@ class Plan(NamedTuple):
 
     @property
     def flags(self) -> list[int]:
-        return [int(self.identity), int(self.quadratic)]
+        return [int(self.identity), int(self.quadratic), self.monomials]
 
     @staticmethod
     def of(tensors: Sequence[Tensor], flags: Sequence[int]) -> "Plan":
         tiles, root_weight, root_linear, degrees, first = tensors
-        identity, quadratic = map(bool, flags)
-        return Plan(tiles, root_weight, root_linear, degrees, first, identity, quadratic)
+        identity, quadratic, monomials = flags
+        return Plan(
+            tiles, root_weight, root_linear, degrees, first, bool(identity), bool(quadratic), monomials
+        )
 
     @property
     def group(self) -> int:
@@ -121,6 +124,7 @@ def make_plan(blocks: Blocks, weight: Tensor, dtype: torch.dtype, block_d: int, 
         layout.first,
         blocks.identity,
         layout.quadratic,
+        weight.shape[-1],
     )
 
 
