@@ -23,6 +23,8 @@ Implementation = Literal["auto", "reference", "eager", "triton"]
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 # Triton's interpreter runs kernels on the CPU, slowly: for tests.
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+WIDEST = 128
+"""Of heads in fused kernels; wider values are attended to in parts."""
 # They are checked in Triton's interpreter; "auto" takes them once a GPU has run their tests.
 _BY_NAME = "kernels that go on from sums are taken by name alone"
 
@@ -57,8 +59,8 @@ def _obstacle(query: Tensor, value: Tensor, feature_map: FeatureMap) -> str | No
         return f"it needs the package triton and a CUDA device, the query is on {query.device}"
     if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"it knows float16, bfloat16 and float32, the query is {query.dtype}"
-    if max(query.shape[-1], value.shape[-1]) > 128:
-        return f"heads are at most 128 wide, got {query.shape[-1]} and {value.shape[-1]}"
+    if max(query.shape[-1], value.shape[-1]) > WIDEST:
+        return f"heads are at most {WIDEST} wide, got {query.shape[-1]} and {value.shape[-1]}"
     if not query.shape[0] * query.shape[1]:
         return "there is nothing in the batch"
     if any(t.requires_grad for t in (*feature_map.blocks.maps, feature_map.weight)):
@@ -86,11 +88,11 @@ def attend(
     With `unit_rows`, queries and keys are normalised first, inside the kernels where they can do it. A causal
     call may go on from what was `before`.
     """
-    obstacle = _obstacle(query, value, feature_map)
     if before is None:
-        chosen = choose(implementation, obstacle, query)
+        chosen = choose(implementation, _obstacle(query, value[..., :WIDEST], feature_map), query)
     else:
-        chosen = _choose_with_sums(implementation, obstacle or _state_obstacle(before.sums), query)
+        obstacle = _obstacle(query, value, feature_map) or _state_obstacle(before.sums)
+        chosen = _choose_with_sums(implementation, obstacle, query)
     if not query.shape[-2] and before is None:
         return reference.of_no_query(query, key, value)
     if chosen == "triton" and not is_causal:
@@ -240,7 +242,9 @@ def _attend_fused(
     unit, eps = (0, 0.0) if unit_rows is None else (unit_rows.code, unit_rows.eps)
     plan, flags = _plan(query, feature_map, query.dtype, wide=True)
     small = plan, feature_map.coefficients, query_scale, flags, feature_map.key_scale, unit, eps
-    return fused.attend(query, key, value, mask, *small)[0]
+    # Each column of the values is mixed for itself, whatever stands beside it.
+    parts = [fused.attend(query, key, part, mask, *small)[0] for part in value.split(WIDEST, dim=-1)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
 def _attend_causal_fused(
@@ -257,7 +261,11 @@ def _attend_causal_fused(
     plan, flags = _plan(query, feature_map, query.dtype)
     small = plan, feature_map.coefficients, query_scale, flags, feature_map.key_scale
     sums, count = ([], None) if before is None else (list(before.sums), before.seen)
-    return fused.attend_causal(query, key, value, mask, sums, count, *small)[0]
+    parts = [
+        fused.attend_causal(query, key, part, mask, sums, count, *small)[0]
+        for part in value.split(WIDEST, dim=-1)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
 def _plan(

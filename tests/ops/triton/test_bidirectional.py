@@ -44,7 +44,15 @@ def test_matches_the_specification_on_a_gpu(dtype, construction, length):
 @pytest.mark.parametrize("construction", ["exact-low", "unbiased"])
 @pytest.mark.parametrize(
     ("head_dim", "value_dim", "num_features"),
-    [(16, 16, 64), (32, 48, 128), (32, 32, 128), (64, 64, 256), (128, 128, 256), (80, 128, 512)],
+    [
+        (16, 16, 64),
+        (32, 48, 128),
+        (32, 32, 128),
+        (64, 64, 256),
+        (128, 128, 256),
+        (80, 128, 512),
+        (64, 192, 128),
+    ],
 )
 def test_every_width_on_a_gpu(construction, head_dim, value_dim, num_features):
     features = make_map(construction, head_dim, num_features, dtype=torch.float32, device=DEVICE)
@@ -145,10 +153,11 @@ def test_what_is_masked_may_be_nan():
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "value_dim", "num_features"), [(20, 24, 300), (20, 24, 10), (5, 3, 2), (16, 16, 17)]
+    ("head_dim", "value_dim", "num_features"),
+    [(20, 24, 300), (20, 24, 10), (5, 3, 2), (16, 16, 17), (16, 131, 40)],
 )
 def test_widths_that_divide_nothing(head_dim, value_dim, num_features):
-    """Complete degree 2 with a tail; projected linear features; few features; none but identities."""
+    """Complete degree 2 with a tail; projected linear features; few; none but identities; values in parts."""
     features = make_map("exact-low", head_dim, num_features, dtype=torch.float32, device=DEVICE)
     widths = head_dim, head_dim, value_dim
     tensors = [rows(1, 1, 20, d, seed=i, dtype=torch.float32) for i, d in enumerate(widths)]
