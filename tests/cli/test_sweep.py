@@ -11,7 +11,8 @@ import time
 import pytest
 from typer.testing import CliRunner
 
-from schoenbat.cli.sweep import app
+from schoenbat.cli.sweep import _train_options, app
+from schoenbat.experiments.groups import GROUPS
 from schoenbat.report.results import write_results
 from schoenbat.training import sweep
 from schoenbat.training.record import CHECKPOINT, RESULT, Accuracy, RunRecord, run_directory
@@ -173,3 +174,10 @@ def test_the_command_runs_as_a_module():
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert "error" in result.stdout
+
+
+def test_a_group_has_its_own_steps_unless_others_are_given():
+    tuning, main = GROUPS["tuning"], GROUPS["main"]
+    assert _train_options(tuning, []) == (("steps", str(tuning.steps)),)
+    assert dict(_train_options(tuning, ["steps=10", "keep-zeros"])) == {"steps": "10", "keep-zeros": ""}
+    assert _train_options(main, []) == ()

@@ -76,21 +76,19 @@ def sweep(
             data=data,
             out=out,
             known=known,
-            train_options=tuple(_train_options(chosen, train_option or [])),
+            train_options=_train_options(chosen, train_option or []),
             **({"budget": parse_duration(budget)} if budget else {}),
         )
     if not _show(options):
         raise typer.Exit(1)
 
 
-def _train_options(group: Group, texts: list[str]) -> Iterator[tuple[str, str]]:
+def _train_options(group: Group, texts: list[str]) -> tuple[tuple[str, str], ...]:
+    """What was given; for what was not, the group's own."""
     from schoenbat.training.sweep import parse_train_option
 
-    given = dict(parse_train_option(text) for text in texts)
-    if group.steps is not None:
-        yield from ({"steps": str(group.steps)} | given).items()
-    else:
-        yield from given.items()
+    own = {} if group.steps is None else {"steps": str(group.steps)}
+    return tuple((own | dict(parse_train_option(text) for text in texts)).items())
 
 
 def _choose(attentions: list[str] | None, group: str | None) -> Group:
