@@ -22,9 +22,8 @@ def make_map(construction: str, head_dim: int = 6, num_features: int = 40, **opt
     features = MaclaurinFeatures(head_dim, num_features, construction=construction, **options)
     if features.gains is not None:
         with torch.no_grad():
-            features.gains += 0.1 * torch.randn(
-                features.gains.shape, generator=torch.Generator().manual_seed(1)
-            )
+            noise = torch.randn(features.gains.shape, generator=torch.Generator().manual_seed(1))
+            features.gains += 0.1 * noise.to(features.gains)
     return features
 
 
