@@ -35,6 +35,7 @@ from rich.progress import Progress
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from schoenbat import SchoenbAt
 from schoenbat.adapters import rotate
@@ -44,6 +45,7 @@ from schoenbat.training.processes import STRATEGIES, is_sharded, launch, make_fa
 
 VOCABULARY = 256
 HELD_OUT_PAPERS = 0.05
+WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass(frozen=True)
@@ -130,8 +132,10 @@ class Softmax(nn.Module):
             buffer = grown
         buffer[0, ..., used:after, :], buffer[1, ..., used:after, :] = key, value
         keys, values = buffer[..., :after, :].unbind()
-        # Either the whole prompt at once or one byte after all others: a mask is never needed.
-        return F.scaled_dot_product_attention(query, keys, values, is_causal=not used), (buffer, after)
+        # Either the whole prompt at once or one byte after all others: a mask is never needed. Every byte is
+        # another length, for which cuDNN would plan anew: milliseconds each.
+        with sdpa_kernel(WITHOUT_PLANS):
+            return F.scaled_dot_product_attention(query, keys, values, is_causal=not used), (buffer, after)
 
 
 class Block(nn.Module):

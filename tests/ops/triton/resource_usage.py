@@ -135,7 +135,7 @@ def main():
         constants = constants_for(width, quadratic, tiles, parts)
         found.append(case | usage(getattr(module, name), constants, dtype, tiles))
     for quadratic, rows in itertools.product((True, False), (2, 16)):
-        tiles = Tiles(rows, 8, 2)
+        tiles = Tiles(rows, 4 if rows == 2 else 8, 2)
         constants = constants_for(64, quadratic, tiles, 1) | {"ROWS": rows, "BLOCK_V": 32}
         case = {"kernel": "decode.step", "dtype": "float32", "width": 64, "quadratic": quadratic}
         found.append(case | usage(decode.step, constants, torch.float32, tiles))

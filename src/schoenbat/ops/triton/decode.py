@@ -13,18 +13,24 @@ from schoenbat.ops.triton.rows import LOWEST_EXPONENT
 
 
 @triton.jit
+def _load(p_sums, p_totals, o_f, m_f, o_v, m_v, DV: tl.constexpr):
+    """Some features' sums [features, BLOCK_V] and totals."""
+    o_s, m_s = o_f[:, None] * DV + o_v[None, :], m_f[:, None] & m_v[None, :]
+    return tl.load(p_sums + o_s, mask=m_s, other=0.0), tl.load(p_totals + o_f, mask=m_f, other=0.0)
+
+
+@triton.jit
 def _add_and_read(
-    b_phi, b_weight, b_value, o_f, m_f, p_sums, p_totals, p_new_sums, p_new_totals, b_numerator, b_total, o_v, m_v,
+    b_phi, b_weight, b_value, b_sums, b_totals, o_f, m_f, p_new_sums, p_new_totals, b_numerator, b_total, o_v, m_v,
     DV: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Some features of all rows [ROWS, ...]: the key's go into the sums, the queries' read them."""
     m_key = tl.arange(0, ROWS)[:, None] == ROWS - 1
     b_key = tl.sum(tl.where(m_key, b_phi, 0.0), axis=0)
     b_query = tl.where(m_key, 0.0, b_phi * b_weight[None, :])
-    b_totals = tl.load(p_totals + o_f, mask=m_f, other=0.0) + b_key
-    o_s, m_s = o_f[:, None] * DV + o_v[None, :], m_f[:, None] & m_v[None, :]
-    b_sums = tl.load(p_sums + o_s, mask=m_s, other=0.0) + b_key[:, None] * b_value[None, :]
-    tl.store(p_new_sums + o_s, b_sums, mask=m_s)
+    b_totals += b_key
+    b_sums += b_key[:, None] * b_value[None, :]
+    tl.store(p_new_sums + o_f[:, None] * DV + o_v[None, :], b_sums, mask=m_f[:, None] & m_v[None, :])
     if tl.program_id(1) == 0:
         tl.store(p_new_totals + o_f, b_totals, mask=m_f)
     b_numerator += product(b_query, b_sums, "ieee")
@@ -57,6 +63,11 @@ def step(
     p_tiles += i_map * NUM_TILES * BLOCK_D * GROUP
     p_root += i_map * num_groups * GROUP
     p_linear += i_map * BLOCK_D
+    # Sums are most of what is read: they are under way while features are formed, here and in the loop below.
+    first: tl.constexpr = IDENTITY * DIM
+    o_g = first + tl.arange(0, GROUP)
+    b_linear, b_linear_totals = _load(p_sums, p_totals, o_d, m_d & (IDENTITY == 1), o_v, m_v, DV)
+    b_sums, b_totals = _load(p_sums, p_totals, o_g, o_g < num_features, o_v, m_v, DV)
     constant, zeroth = tl.load(p_coefficients + 3 * i_map), tl.load(p_coefficients + 3 * i_map + 1)
     slope = tl.load(p_coefficients + 3 * i_map + 2)
     takes_part = tl.full([], 1, tl.int32)
@@ -79,20 +90,21 @@ def step(
     if IDENTITY:
         b_root = tl.load(p_linear + o_d)
         b_numerator, b_total = _add_and_read(
-            b_x, b_root * b_root, b_value, o_d, m_d, p_sums, p_totals, p_new_sums, p_new_totals, b_numerator, b_total, o_v,
-            m_v, DV, ROWS,
+            b_x, b_root * b_root, b_value, b_linear, b_linear_totals, o_d, m_d, p_new_sums, p_new_totals, b_numerator,
+            b_total, o_v, m_v, DV, ROWS,
         )  # fmt: skip
-    first: tl.constexpr = IDENTITY * DIM
     for i_group in range(num_groups):
-        o_g = i_group * GROUP + tl.arange(0, GROUP)
+        o_next = o_g + GROUP
+        b_next, b_next_totals = _load(p_sums, p_totals, o_next, o_next < num_features, o_v, m_v, DV)
         b_phi, _ = monomials(
             b_x, 1.0, i_group, p_tiles, p_root, p_degrees, p_first, QUADRATIC, ROWS, BLOCK_D, GROUP, "ieee"
         )  # fmt: skip
-        b_weight = tl.load(p_root + o_g)
+        b_weight = tl.load(p_root + i_group * GROUP + tl.arange(0, GROUP))
         b_numerator, b_total = _add_and_read(
-            b_phi, b_weight * b_weight, b_value, first + o_g, first + o_g < num_features, p_sums, p_totals, p_new_sums,
-            p_new_totals, b_numerator, b_total, o_v, m_v, DV, ROWS,
+            b_phi, b_weight * b_weight, b_value, b_sums, b_totals, o_g, o_g < num_features, p_new_sums, p_new_totals,
+            b_numerator, b_total, o_v, m_v, DV, ROWS,
         )  # fmt: skip
+        b_sums, b_totals, o_g = b_next, b_next_totals, o_next
 
     b_keys = tl.load(p_keys + i_state * DIM + o_d, mask=m_d, other=0.0) + b_k
     b_values = tl.load(p_values + i_state * DV + o_v, mask=m_v, other=0.0) + b_value

@@ -22,7 +22,12 @@ def product(b_a, b_b, PRECISION: tl.constexpr):
     if b_a.shape[0] >= 16:
         b_c = tl.dot(b_a, b_b, input_precision=PRECISION)
     else:
-        b_c = tl.sum(b_a[:, :, None] * b_b[None, :, :], axis=1)
+        # Row by row: all at once would need a register for each term.
+        o_r = tl.arange(0, b_a.shape[0])[:, None]
+        b_c = tl.zeros([b_a.shape[0], b_b.shape[1]], tl.float32)
+        for i_row in tl.static_range(b_a.shape[0]):
+            b_row = tl.sum(tl.where(o_r == i_row, b_a, 0.0), axis=0)
+            b_c = tl.where(o_r == i_row, tl.sum(b_row[:, None] * b_b, axis=0)[None, :], b_c)
     return b_c
 
 

@@ -11,6 +11,8 @@ from schoenbat.ops.triton.plan import Plan
 
 # Few columns to a program: there are more programs than multiprocessors for small batches, too.
 _COLUMNS = 32
+# Tiles of several queries are larger: twice as many then.
+_WARPS = 4
 
 
 def step(
@@ -56,7 +58,7 @@ def step(
         BLOCK_V=columns,
         ROWS=2 if groups == 1 else max(16, triton.next_power_of_2(groups + 1)),
         GROUP=plan.group,
-        num_warps=8,
+        num_warps=_WARPS if groups == 1 else 2 * _WARPS,
         num_stages=2,
     )
     return [out, *after]
