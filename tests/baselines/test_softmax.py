@@ -37,15 +37,18 @@ def make(**options):
 @pytest.mark.parametrize("num_queries", [1, 4, 6, 9])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
-def test_equals_the_formula(naive, num_queries, is_causal, masked):
+@pytest.mark.parametrize("window", [None, 0, 2])
+def test_equals_the_formula(naive, num_queries, is_causal, masked, window):
     query, key, value = inputs(num_queries)
     visible = torch.ones(3, 1, num_queries, 6, dtype=torch.bool)
+    ahead = torch.arange(6) - (torch.arange(num_queries)[:, None] + 6 - num_queries)
     if is_causal:  # the last query sees the last key
-        positions = torch.arange(num_queries)[:, None] + 6 - num_queries
-        visible = visible & (torch.arange(6) <= positions)
+        visible = visible & (ahead <= 0)
+    if window is not None:
+        visible = visible & (ahead.abs() <= window)
     if masked:
         visible = visible & KEY_MASK[:, None, None]
-    attention = Softmax(4, 2, naive=naive)
+    attention = Softmax(4, 2, naive=naive, window=window)
     output = attention(query, key, value, key_mask=KEY_MASK if masked else None, is_causal=is_causal)
     torch.testing.assert_close(output, written_out(query, key, value, visible))
 
@@ -221,6 +224,7 @@ def test_its_text_names_the_options_that_are_set():
     assert repr(Softmax(4, 2, naive=True, dropout=0.1)) == (
         "Softmax(head_dim=4, num_heads=2, naive=True, dropout=0.1)"
     )
+    assert repr(Softmax(4, 2, window=3)) == "Softmax(head_dim=4, num_heads=2, window=3)"
 
 
 def test_statistics_of_the_batch_leave_masked_rows_out_and_are_not_for_causal_training():

@@ -12,7 +12,7 @@ from schoenbat.baselines.masking import zero_masked
 from schoenbat.kernels import kernel
 from schoenbat.learned_scale import scale_of
 from schoenbat.normalization import PostSBN, PreSBN
-from schoenbat.options import check_number
+from schoenbat.options import check_count, check_number
 
 
 class Softmax(Baseline):
@@ -32,6 +32,8 @@ class Softmax(Baseline):
             ``"token"``; ``"l2"`` divides rows by their norms alone, ``"batch"`` takes statistics of
             the batch.
         scale: ``"auto"``: learned with ``qk_norm``, else ``1/√d``; None for ``1/√d``; a float.
+        window: keys further than so many positions from a query are left out: what `SchoenbAt` with a window
+            does without its linear part. Scores are masked, not skipped.
         dropout: the share of attention weights set to zero in training.
 
     Example:
@@ -49,10 +51,12 @@ class Softmax(Baseline):
         naive: bool = False,
         qk_norm: bool | str = False,
         scale: str | float | None = "auto",
+        window: int | None = None,
         dropout: float = 0.0,
     ) -> None:
         super().__init__(head_dim, num_heads)
         self.naive, self.dropout = naive, check_number("dropout", dropout, 0, 1)
+        self.window = None if window is None else check_count("window", window, least=0)
         if not isinstance(naive, bool):
             raise ValueError(f"naive is True or False, got {naive!r}")
         if qk_norm not in (False, True, "token", "l2", "batch"):
@@ -98,23 +102,40 @@ class Softmax(Baseline):
         rate = self.dropout if self.training else 0.0
         lengths = query.shape[-2], key.shape[-2]
         if self.naive:
-            visible = _visible(lengths, key_mask, is_causal, key.device)
+            visible = self._visible(lengths, key_mask, is_causal, key.device)
             output = checkpoint(_form_scores, query, key, value, visible, scale, rate, use_reentrant=False)
-        elif key_mask is None and is_causal and lengths[0] == lengths[1]:
+        elif key_mask is None and self.window is None and is_causal and lengths[0] == lengths[1]:
             # Said so, the kernels skip the future instead of reading a mask.
             output = F.scaled_dot_product_attention(
                 query, key, value, is_causal=True, scale=scale, dropout_p=rate
             )
         else:
-            visible = _visible(lengths, key_mask, is_causal, key.device)
+            visible = self._visible(lengths, key_mask, is_causal, key.device)
             output = attend_visible(query, key, value, visible, scale, rate)
         return output if self.post is None else self.post(output)
+
+    def _visible(
+        self, lengths: tuple[int, int], key_mask: Tensor | None, is_causal: bool, device: torch.device
+    ) -> Tensor | None:
+        """None where every query sees every key; else bool ``(B or 1, 1, n_q or 1, n_k)``."""
+        visible = None if key_mask is None else key_mask[:, None, None, :]
+        if is_causal or self.window is not None:
+            num_queries, num_keys = lengths
+            last = num_keys - num_queries
+            positions = torch.ones(1, 1, num_queries, num_keys, dtype=torch.bool, device=device)
+            if is_causal:
+                positions = positions.tril(last)
+            if self.window is not None:
+                positions = positions.tril(last + self.window).triu(last - self.window)
+            visible = positions if visible is None else positions & visible
+        return visible
 
     def extra_repr(self) -> str:
         options: dict[str, object] = {"naive": self.naive, "dropout": self.dropout}
         if self.query_norm is not None:
             scale = self.scale if self.rho is None else "learned"
             options |= {"qk_norm": self.query_norm.mode, "scale": scale}
+        options |= {} if self.window is None else {"window": str(self.window)}
         return super().extra_repr() + "".join(f", {name}={value}" for name, value in options.items() if value)
 
 
@@ -138,19 +159,6 @@ def attend_visible(
         query, key, value, attn_mask=visible | ~sees_a_key, scale=scale, dropout_p=dropout
     )
     return output.masked_fill(~sees_a_key, 0.0)
-
-
-def _visible(
-    lengths: tuple[int, int], key_mask: Tensor | None, is_causal: bool, device: torch.device
-) -> Tensor | None:
-    """None where every query sees every key; else bool ``(B or 1, 1, n_q or 1, n_k)``."""
-    visible = None if key_mask is None else key_mask[:, None, None, :]
-    if is_causal:
-        num_queries, num_keys = lengths
-        past = torch.ones(1, 1, num_queries, num_keys, dtype=torch.bool, device=device)
-        past = past.tril(num_keys - num_queries)
-        visible = past if visible is None else past & visible
-    return visible
 
 
 def _form_scores(

@@ -65,6 +65,13 @@ GROUPS: dict[str, Group] = {
         "the same with a convolution of the values, wide enough for the rows above and below a pixel",
         {"softmax + conv": "softmax:conv=65", "SchoenbAt tuned + conv": f"{TUNED},conv=65"},
     ),
+    "window": Group(
+        "the same with exact attention to the 32 nearest on either side, and what these do alone",
+        {
+            "SchoenbAt tuned + window": f"{TUNED},window=32",
+            "window alone": f"{EXACT},window=32",
+        },
+    ),
     "ablation": Group(
         "RMFA and ppSBN, each alone and both, on Text",
         {
