@@ -23,8 +23,8 @@ Implementation = Literal["auto", "reference", "eager", "triton"]
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 # Triton's interpreter runs kernels on the CPU, slowly: for tests.
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-WIDEST = 128
-"""Of heads in fused kernels; wider values are attended to in parts."""
+WIDEST_HEAD, WIDEST_VALUE = 256, 128
+"""In fused kernels; wider values are attended to in parts."""
 # They are checked in Triton's interpreter; "auto" takes them once a GPU has run their tests.
 _BY_NAME = "kernels that go on from sums are taken by name alone"
 
@@ -59,8 +59,10 @@ def _obstacle(query: Tensor, value: Tensor, feature_map: FeatureMap) -> str | No
         return f"it needs the package triton and a CUDA device, the query is on {query.device}"
     if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"it knows float16, bfloat16 and float32, the query is {query.dtype}"
-    if max(query.shape[-1], value.shape[-1]) > WIDEST:
-        return f"heads are at most {WIDEST} wide, got {query.shape[-1]} and {value.shape[-1]}"
+    if query.shape[-1] > WIDEST_HEAD:
+        return f"heads are at most {WIDEST_HEAD} wide, got {query.shape[-1]}"
+    if value.shape[-1] > WIDEST_VALUE:
+        return f"values of a state are at most {WIDEST_VALUE} wide, got {value.shape[-1]}"
     if not query.shape[0] * query.shape[1]:
         return "there is nothing in the batch"
     if any(t.requires_grad for t in (*feature_map.blocks.maps, feature_map.weight)):
@@ -89,7 +91,7 @@ def attend(
     call may go on from what was `before`.
     """
     if before is None:
-        chosen = choose(implementation, _obstacle(query, value[..., :WIDEST], feature_map), query)
+        chosen = choose(implementation, _obstacle(query, value[..., :WIDEST_VALUE], feature_map), query)
     else:
         obstacle = _obstacle(query, value, feature_map) or _state_obstacle(before.sums)
         chosen = _choose_with_sums(implementation, obstacle, query)
@@ -243,7 +245,7 @@ def _attend_fused(
     plan, flags = _plan(query, feature_map, query.dtype, wide=True)
     small = plan, feature_map.coefficients, query_scale, flags, feature_map.key_scale, unit, eps
     # Each column of the values is mixed for itself, whatever stands beside it.
-    parts = [fused.attend(query, key, part, mask, *small)[0] for part in value.split(WIDEST, dim=-1)]
+    parts = [fused.attend(query, key, part, mask, *small)[0] for part in value.split(WIDEST_VALUE, dim=-1)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
@@ -263,7 +265,7 @@ def _attend_causal_fused(
     sums, count = ([], None) if before is None else (list(before.sums), before.seen)
     parts = [
         fused.attend_causal(query, key, part, mask, sums, count, *small)[0]
-        for part in value.split(WIDEST, dim=-1)
+        for part in value.split(WIDEST_VALUE, dim=-1)
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 

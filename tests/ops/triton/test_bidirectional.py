@@ -52,6 +52,8 @@ def test_matches_the_specification_on_a_gpu(dtype, construction, length):
         (128, 128, 256),
         (80, 128, 512),
         (64, 192, 128),
+        (256, 128, 300),
+        (160, 256, 512),
     ],
 )
 def test_every_width_on_a_gpu(construction, head_dim, value_dim, num_features):
@@ -154,10 +156,13 @@ def test_what_is_masked_may_be_nan():
 
 @pytest.mark.parametrize(
     ("head_dim", "value_dim", "num_features"),
-    [(20, 24, 300), (20, 24, 10), (5, 3, 2), (16, 16, 17), (16, 131, 40)],
+    [(20, 24, 300), (20, 24, 10), (5, 3, 2), (16, 16, 17), (16, 131, 40), (130, 24, 150)],
 )
 def test_widths_that_divide_nothing(head_dim, value_dim, num_features):
-    """Complete degree 2 with a tail; projected linear features; few; none but identities; values in parts."""
+    """Complete degree 2 with a tail; projected linear features; few; none but identities; values in parts;
+
+    an identity that is spelt out.
+    """
     features = make_map("exact-low", head_dim, num_features, dtype=torch.float32, device=DEVICE)
     widths = head_dim, head_dim, value_dim
     tensors = [rows(1, 1, 20, d, seed=i, dtype=torch.float32) for i, d in enumerate(widths)]

@@ -85,10 +85,11 @@ def test_what_is_masked_may_be_nan():
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "value_dim", "num_features"), [(20, 24, 10), (5, 3, 2), (16, 16, 17), (16, 131, 40)]
+    ("head_dim", "value_dim", "num_features"),
+    [(20, 24, 10), (5, 3, 2), (16, 16, 17), (16, 131, 40), (130, 24, 150)],
 )
 def test_widths_that_divide_nothing(head_dim, value_dim, num_features):
-    """Projected linear features; few features; none but identities; values in parts."""
+    """Projected linear features; few features; none but identities; values in parts; a wide identity."""
     features = make_map("exact-low", head_dim, num_features, dtype=torch.float32, device=DEVICE)
     tensors = draw(20, 20, dim=head_dim, value_dim=value_dim)
     assert_close_to_specification(features, tensors, torch.tensor([1.5]), is_causal=True)
@@ -212,6 +213,8 @@ def test_matches_the_specification_on_a_gpu(dtype, construction, length):
         (80, 128, 512),
         (64, 64, 512),
         (64, 192, 128),
+        (256, 128, 300),
+        (160, 256, 512),
     ],
 )
 def test_every_width_on_a_gpu(construction, head_dim, value_dim, num_features):

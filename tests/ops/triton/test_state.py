@@ -94,9 +94,11 @@ def test_masks_groups_and_maps_per_head(is_causal):
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize(("head_dim", "value_dim", "num_features"), [(20, 24, 10), (16, 3, 17)])
+@pytest.mark.parametrize(
+    ("head_dim", "value_dim", "num_features"), [(20, 24, 10), (16, 3, 17), (130, 24, 150)]
+)
 def test_widths_that_divide_nothing(head_dim, value_dim, num_features, is_causal):
-    """Projected linear features; none but identities."""
+    """Projected linear features; none but identities; an identity that is spelt out."""
     features = make_map("exact-low", head_dim, num_features, dtype=torch.float32, device=DEVICE)
     tensors = draw(18, head_dim, value_dim, heads=1, key_heads=1, batch=1)
     assert_pieces_make_the_whole(features, tensors, (7, 18), is_causal)

@@ -36,11 +36,13 @@ def tiles_for(dtype: torch.dtype, block_d: int, block_v: int, quadratic: bool) -
 
     Four warps are a Hopper warp group, and the asynchronous products of one go wrong where Triton 3.6
     compiles them for a loop of run-time length (other numbers from run to run) or for values narrower than
-    the keys (illegal accesses). Two warps multiply without them.
+    the keys (illegal accesses). Two warps multiply without them, and so do four on tiles of 16 rows.
     """
     widest = max(block_d, block_v)
     if dtype == torch.float32:
-        return Tiles(16, 8, 1)
+        return Tiles(16, 8, 1 if block_d <= 128 else 2)
+    if block_d > 128:
+        return Tiles(16, 4, 1)
     if not quadratic:
         return Tiles(64 if widest <= 64 else 32, 2, 1 if widest <= 32 else 2)
     if block_v < block_d or block_d < 32:

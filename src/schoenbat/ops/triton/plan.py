@@ -22,6 +22,7 @@ GROUP = 32
 GROUP_OF_PAIRS = 64
 # Of narrow heads, if that makes one group of all pairs.
 WIDE_GROUP_OF_PAIRS = 128
+WIDEST_IDENTITY = 128
 
 
 class Layout(NamedTuple):
@@ -102,7 +103,15 @@ def plan_for(blocks: Blocks, weight: Tensor, dtype: torch.dtype, block_d: int, w
 
 
 def make_plan(blocks: Blocks, weight: Tensor, dtype: torch.dtype, block_d: int, wide: bool = False) -> Plan:
-    """Directions in the rows' dtype, zeros where there is nothing."""
+    """Directions in the rows' dtype, zeros where there is nothing.
+
+    The identity of heads beyond `WIDEST_IDENTITY` becomes directions as well, in groups: no accumulator would
+    hold its sums.
+    """
+    if blocks.identity and block_d > WIDEST_IDENTITY:
+        eye = torch.eye(blocks.linear.shape[-2], dtype=weight.dtype, device=weight.device)
+        linear = eye.expand(*blocks.linear.shape[:-1], -1)
+        blocks = blocks._replace(linear=linear, identity=False)
     maps, (dim, directions) = max(weight.shape[0], blocks.quadratic.shape[0]), blocks.quadratic.shape[-2:]
     lay_out: Callable[..., Layout] = _layout
     if not torch.compiler.is_compiling() and _len_torch_dispatch_stack():
