@@ -23,10 +23,10 @@ Implementation = Literal["auto", "reference", "eager", "triton"]
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 # Triton's interpreter runs kernels on the CPU, slowly: for tests.
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-WIDEST_HEAD, WIDEST_VALUE = 256, 128
+WIDEST_HEAD, WIDEST_TRAINED, WIDEST_VALUE = 256, 128, 128
 """In fused kernels; wider values are attended to in parts."""
 # They are checked in Triton's interpreter; "auto" takes them once a GPU has run their tests.
-_BY_NAME = "kernels that go on from sums are taken by name alone"
+_BY_NAME = "kernels that go on from sums, or train a map, are taken by name alone"
 
 
 class Before(NamedTuple):
@@ -53,7 +53,7 @@ def choose(implementation: str, obstacle: str | None, query: Tensor) -> str:
     return "triton" if query.is_cuda and obstacle is None else "eager"
 
 
-def _obstacle(query: Tensor, value: Tensor, feature_map: FeatureMap) -> str | None:
+def _obstacle(query: Tensor, value: Tensor) -> str | None:
     """Why the fused kernels cannot run a call; None if they can."""
     if not (_HAS_TRITON and (query.is_cuda or _INTERPRETED)):
         return f"it needs the package triton and a CUDA device, the query is on {query.device}"
@@ -65,8 +65,6 @@ def _obstacle(query: Tensor, value: Tensor, feature_map: FeatureMap) -> str | No
         return f"values of a state are at most {WIDEST_VALUE} wide, got {value.shape[-1]}"
     if not query.shape[0] * query.shape[1]:
         return "there is nothing in the batch"
-    if any(t.requires_grad for t in (*feature_map.blocks.maps, feature_map.weight)):
-        return "it gives no gradients to a trainable map yet"
     if not _as_operators():
         return "it has no derivative under torch.func transforms"
     return None
@@ -91,9 +89,12 @@ def attend(
     call may go on from what was `before`.
     """
     if before is None:
-        chosen = choose(implementation, _obstacle(query, value[..., :WIDEST_VALUE], feature_map), query)
+        obstacle = _obstacle(query, value[..., :WIDEST_VALUE])
+        if _is_trained(feature_map):
+            obstacle = obstacle or _map_obstacle(query) or _unless_named(implementation)
+        chosen = choose(implementation, obstacle, query)
     else:
-        obstacle = _obstacle(query, value, feature_map) or _state_obstacle(before.sums)
+        obstacle = _obstacle(query, value) or _state_obstacle(before.sums, feature_map)
         chosen = _choose_with_sums(implementation, obstacle, query)
     if not query.shape[-2] and before is None:
         return reference.of_no_query(query, key, value)
@@ -123,7 +124,8 @@ def accumulate(
     implementation: str,
 ) -> tuple[Sums, Tensor]:
     """Keys and values as plain sums, which add up over pieces of a sequence, and their count."""
-    chosen = _choose_with_sums(implementation, _obstacle(key, value, feature_map), key)
+    obstacle = _obstacle(key, value) or _training_obstacle(feature_map)
+    chosen = _choose_with_sums(implementation, obstacle, key)
     count = eager.key_count(key, mask)
     if chosen == "triton":
         return _accumulate_fused(key, value, mask, feature_map), count
@@ -147,7 +149,7 @@ def read(
 ) -> Tensor:
     """Bidirectional attention to everything in the sums."""
     sums, count = before
-    obstacle = _obstacle(query, sums.value_sum, feature_map) or _state_obstacle(sums)
+    obstacle = _obstacle(query, sums.value_sum) or _state_obstacle(sums, feature_map)
     if _choose_with_sums(implementation, obstacle, query) == "triton":
         return _read_fused(query, before, feature_map, query_scale)
     divisor = count.clamp(min=1)
@@ -174,7 +176,7 @@ def step(
 ) -> tuple[Tensor, Sums]:
     """Causal attention of n new tokens to those before them and to one another; the sums after them."""
     sums, count = before
-    obstacle = _obstacle(query, value, feature_map) or _state_obstacle(sums)
+    obstacle = _obstacle(query, value) or _state_obstacle(sums, feature_map)
     if not _is_decoding(query, key, value, *sums, query_scale):
         obstacle = obstacle or _unless_named(implementation)
     chosen = choose(implementation, obstacle, query)
@@ -208,24 +210,41 @@ def _choose_with_sums(implementation: str, obstacle: str | None, query: Tensor) 
     return chosen
 
 
-def _state_obstacle(sums: Sums) -> str | None:
+def _state_obstacle(sums: Sums, feature_map: FeatureMap) -> str | None:
     """What a state may have that the fused kernels do not know."""
     if sums.feature_value.dtype != torch.float32:
         return f"it goes on from a float32 state, got {sums.feature_value.dtype}"
+    return _training_obstacle(feature_map)
+
+
+def _training_obstacle(feature_map: FeatureMap) -> str | None:
+    return "with sums it gives no gradients to a trainable map yet" if _is_trained(feature_map) else None
+
+
+def _is_trained(feature_map: FeatureMap) -> bool:
+    """Whether gradients are wanted for the map itself."""
+    tensors = *feature_map.blocks.maps, feature_map.weight, feature_map.coefficients
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+
+def _map_obstacle(query: Tensor) -> str | None:
+    """What keeps the fused kernels from training a map: see `plan.make_plan`."""
+    if query.shape[-1] > WIDEST_TRAINED:
+        return f"it trains maps of heads at most {WIDEST_TRAINED} wide, got {query.shape[-1]}"
     return None
 
 
 def _accumulate_fused(key: Tensor, value: Tensor, mask: Tensor | None, feature_map: FeatureMap) -> Sums:
     from schoenbat.ops.triton import library as fused
 
-    plan, flags = _plan(key, feature_map, key.dtype, wide=True)
+    plan, _, flags = _plan(key, feature_map, key.dtype, wide=True)
     return Sums(*fused.summarize(key, value, mask, plan, flags, feature_map.key_scale))
 
 
 def _read_fused(query: Tensor, before: Before, feature_map: FeatureMap, query_scale: Tensor) -> Tensor:
     from schoenbat.ops.triton import library as fused
 
-    plan, flags = _plan(query, feature_map, query.dtype, wide=True)
+    plan, _, flags = _plan(query, feature_map, query.dtype, wide=True)
     small = plan, feature_map.coefficients, query_scale, flags
     return fused.read(query, list(before.sums), before.seen, *small)[0]
 
@@ -242,8 +261,8 @@ def _attend_fused(
     from schoenbat.ops.triton import library as fused
 
     unit, eps = (0, 0.0) if unit_rows is None else (unit_rows.code, unit_rows.eps)
-    plan, flags = _plan(query, feature_map, query.dtype, wide=True)
-    small = plan, feature_map.coefficients, query_scale, flags, feature_map.key_scale, unit, eps
+    plan, trained, flags = _plan(query, feature_map, query.dtype, wide=True)
+    small = plan, trained, feature_map.coefficients, query_scale, flags, feature_map.key_scale, unit, eps
     # Each column of the values is mixed for itself, whatever stands beside it.
     parts = [fused.attend(query, key, part, mask, *small)[0] for part in value.split(WIDEST_VALUE, dim=-1)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
@@ -260,8 +279,8 @@ def _attend_causal_fused(
 ) -> Tensor:
     from schoenbat.ops.triton import library as fused
 
-    plan, flags = _plan(query, feature_map, query.dtype)
-    small = plan, feature_map.coefficients, query_scale, flags, feature_map.key_scale
+    plan, trained, flags = _plan(query, feature_map, query.dtype)
+    small = plan, trained, feature_map.coefficients, query_scale, flags, feature_map.key_scale
     sums, count = ([], None) if before is None else (list(before.sums), before.seen)
     parts = [
         fused.attend_causal(query, key, part, mask, sums, count, *small)[0]
@@ -272,13 +291,15 @@ def _attend_causal_fused(
 
 def _plan(
     query: Tensor, feature_map: FeatureMap, dtype: torch.dtype, *, wide: bool = False
-) -> tuple[list[Tensor], list[int]]:
-    """The map as the kernels take it."""
+) -> tuple[list[Tensor], list[Tensor], list[int]]:
+    """The map as the kernels take it, and what of it is trained."""
     from schoenbat.ops.triton import launch, plan
 
-    block_d = launch.padded(query.shape[-1])
-    planned = plan.plan_for(feature_map.blocks, feature_map.weight, dtype, block_d, wide)
-    return planned.tensors, planned.flags
+    both, block_d = (feature_map.blocks, feature_map.weight), launch.padded(query.shape[-1])
+    trained = plan.trained_map(*both) if _is_trained(feature_map) else []
+    with torch.no_grad():  # gradients go to what is trained, not through the plan
+        planned = plan.plan_for(*both, dtype, block_d, wide)
+    return planned.tensors, trained, planned.flags
 
 
 def _step_fused(
@@ -298,7 +319,7 @@ def _step_fused(
         out = _attend_causal_fused(query, key, value, mask, feature_map, query_scale, before)
         more = _accumulate_fused(key, value, mask, feature_map)
         return out, Sums(*(old + new for old, new in zip(sums, more, strict=True)))
-    plan, flags = _plan(query, feature_map, torch.float32)
+    plan, _, flags = _plan(query, feature_map, torch.float32)
     small = plan, feature_map.coefficients, query_scale, flags, feature_map.key_scale
     out, *after = fused.step(query, key, value, mask, count, list(sums), *small)
     return out, Sums(*after)

@@ -17,15 +17,18 @@ from triton.compiler import ASTSource
 
 from schoenbat.ops.triton import (
     bidirectional,
+    bidirectional_map,
     bidirectional_sums,
     causal,
     causal_keys,
+    causal_map,
     causal_sums,
     decode,
 )
 from schoenbat.ops.triton.launch import Tiles, tiles_for
 from schoenbat.ops.triton.launch_causal import tiles_for as causal_tiles_for
 from schoenbat.ops.triton.launch_causal import tiles_of_keys
+from schoenbat.ops.triton.launch_map import tiles_of_map
 from schoenbat.ops.triton.plan import GROUP, GROUP_OF_PAIRS
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -95,6 +98,7 @@ def constants_for(width, quadratic, tiles, parts):
         "QUADRATIC": quadratic,
         "UNIT": 2,
         "SINGLE": quadratic and width == 64,
+        "TRAINED": False,
         "PARTS": parts,
         "CHUNK": 1,
         "DIM": width,
@@ -126,8 +130,30 @@ def attention_cases():
         yield causal_keys, "key_backward", dtype, width, quadratic, tiles_of_keys(tiles)
 
 
+def trained_cases():
+    """Kernels of trained maps, for the rows that take more; identity features; wide heads."""
+    dtype, keys = torch.bfloat16, {"IS_QUERY": False, "LINEAR": False}
+    for width, quadratic, own in (
+        (64, True, keys),
+        (64, False, keys),
+        (64, True, {"IS_QUERY": True, "LINEAR": True}),
+        (128, True, keys),
+    ):
+        tiles = tiles_of_map(tiles_for(dtype, width, width, quadratic=False))
+        yield bidirectional_map, dtype, width, quadratic, tiles, own
+        tiles = tiles_of_map(causal_tiles_for(dtype, width, width, quadratic))
+        yield causal_map, dtype, width, quadratic, tiles, own
+    tiles = tiles_of_map(tiles_for(torch.float32, 64, 64, quadratic=False))
+    yield bidirectional_map, torch.float32, 64, True, tiles, keys
+
+
 def main():
     found = []
+    for module, dtype, width, quadratic, tiles, own in trained_cases():
+        form = module.__name__.rpartition(".")[-1]
+        case = {"kernel": f"{form}.map_backward", "dtype": str(dtype), "width": width, "quadratic": quadratic}
+        constants = constants_for(width, quadratic, tiles, 1) | own | {"GROUP": GROUP}
+        found.append(case | own | usage(module.map_backward, constants, dtype, tiles))
     for module, name, dtype, width, quadratic, tiles in attention_cases():
         form = module.__name__.rpartition(".")[-1]
         case = {"kernel": f"{form}.{name}", "dtype": str(dtype), "width": width, "quadratic": quadratic}

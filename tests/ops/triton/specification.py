@@ -18,10 +18,11 @@ def relative_error(got, exact, terms=0.3):
 
 
 def assert_close_to_specification(features, tensors, scale, exact="reference", few_keys=None, **options):
-    """Outputs and the gradients of query, key, value and scale; `few_keys`: see below."""
+    """Outputs and the gradients of query, key, value, scale and a trained map; `few_keys`: see below."""
     inputs = [x.to(DEVICE).requires_grad_() for x in (*tensors, scale)]
     exact_inputs = [x.detach().double().requires_grad_() for x in inputs]
     clear, terms = (1.0, (0.3, 0.3)) if few_keys is None else few_keys
+    trained = list(features.parameters())
 
     def run(xs, implementation):
         *qkv, s = xs
@@ -29,13 +30,14 @@ def assert_close_to_specification(features, tensors, scale, exact="reference", f
         def call():
             return clear * attend(*qkv, features, scale=s, implementation=implementation, **options)
 
-        return gradients(call, xs)
+        return gradients(call, [*xs, *trained])
 
     with poisoned_memory():
         got, got_grads = run(inputs, "triton")
     right, right_grads = run(exact_inputs, exact)
     assert got.dtype == tensors[0].dtype
-    pairs = zip([got, *got_grads], [right, *right_grads], (0.3, *terms, 0.3, 0.3), strict=True)
+    sizes = 0.3, *terms, 0.3, 0.3, *(0.3 for _ in trained)
+    pairs = zip([got, *got_grads], [right, *right_grads], sizes, strict=True)
     errors = [relative_error(a, b, size) for a, b, size in pairs]
     assert max(errors) < TOLERANCE[got.dtype], errors
 

@@ -18,6 +18,8 @@ SPILLED_BY_SCORES = 128
 SPILLED_BY_TWO_WARPS = 1000
 # Gradients of a map that stays at hand for all tiles spill and were still a quarter faster: docs/kernels.md.
 SPILLED_BY_WHOLE_MAPS = 400
+# Two warps again, for any map that is trained, and twice as much for wide heads.
+SPILLED_BY_TRAINED_MAPS = 900
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +32,7 @@ def usages():
 
 
 def test_nothing_spills(usages):
-    assert len(usages) == 52
+    assert len(usages) == 61
     for usage in usages:
         allowed = SPILLED_BY_SCORES if usage["kernel"].startswith("causal") else 64
         if usage["kernel"].startswith("bidirectional") and usage["kernel"].endswith("_backward"):
@@ -39,6 +41,8 @@ def test_nothing_spills(usages):
             allowed = SPILLED_BY_TWO_WARPS
         if usage["width"] > 64:
             allowed = SPILLED_BY_WIDE_HEADS
+        if usage["kernel"].endswith("map_backward"):
+            allowed = SPILLED_BY_TRAINED_MAPS * (usage["width"] // 64)
         assert usage["stack"] <= allowed, usage
 
 

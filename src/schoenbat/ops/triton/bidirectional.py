@@ -180,15 +180,18 @@ def read(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def read_backward(
-    p_query, p_grad, p_dquery, p_inverse, p_dtotal, p_dmean, p_dscale,
+    p_query, p_grad, p_dquery, p_inverse, p_dtotal, p_dmean, p_dfloored, p_dscale,
     p_scale, p_sums, p_totals, p_key_mean, p_coefficients,
     stride_qb, stride_qh, stride_qn, stride_gb, stride_gh, stride_gn, N, TILES, SPLITS, EPS,
     p_tiles, p_root, p_linear, p_degrees, p_first, NUM_TILES, num_groups,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, MAPS: tl.constexpr, IDENTITY: tl.constexpr, QUADRATIC: tl.constexpr,
-    UNIT: tl.constexpr, SINGLE: tl.constexpr, DIM: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
+    UNIT: tl.constexpr, SINGLE: tl.constexpr, TRAINED: tl.constexpr, DIM: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Some tiles of query gradients; also 1/f and the gradients of denominator and mean logit by row, that of the scale."""
+    """Some tiles of query gradients; also 1/f and the gradients of denominator and mean logit by row, that of the scale.
+
+    For a map that is TRAINED also the gradient of the denominator with its floor.
+    """
     i_split, i_bh = tl.program_id(0) % SPLITS, tl.program_id(0) // SPLITS
     i_b, i_h = i_bh // HEADS, i_bh % HEADS
     i_map = 0 if MAPS == 1 else i_h // GROUPS
@@ -243,6 +246,8 @@ def read_backward(
         tl.store(p_inverse + o_row, b_inverse, mask=m_n)
         tl.store(p_dtotal + o_row, b_dtotal, mask=m_n)
         tl.store(p_dmean + o_row, b_dmean, mask=m_n)
+        if TRAINED:
+            tl.store(p_dfloored + o_row, b_dfloored, mask=m_n)
 
         b_dx = b_dmean[:, None] * b_key_mean[None, :]
         if SINGLE:

@@ -196,16 +196,19 @@ def _query_pair(
 def query_backward(
     p_query, p_key, p_value, p_mask, p_count, p_scale, p_coefficients, p_grad, p_out, p_inverse, p_constant, p_slope,
     p_near, p_near_totals, p_near_x, p_near_rows, p_far, p_far_totals, p_far_x, p_far_rows, p_earlier,
-    p_dquery, p_dtotal, p_dmean, p_dscale,
+    p_dquery, p_dtotal, p_dmean, p_dfloored, p_dscale,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_gb, stride_gh, stride_gn,
     N_QUERY, N_KEY, FIRST_QUERY, FIRST_KEY, FIRST_TILE, TILES, SEGMENTS, NUM_ROW_TILES, KEY_SCALE,
     p_tiles, p_root, p_linear, p_degrees, p_first, NUM_TILES, num_groups,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, MAPS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_STATE: tl.constexpr, IDENTITY: tl.constexpr,
-    QUADRATIC: tl.constexpr, CHUNK: tl.constexpr, DIM: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
+    QUADRATIC: tl.constexpr, TRAINED: tl.constexpr, CHUNK: tl.constexpr, DIM: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile of query gradients; by row also those of T and of the mean logit, divided by the count; that of the scale."""
+    """A tile of query gradients; by row also those of T and of the mean logit, divided by the count; that of the scale.
+
+    For a map that is TRAINED also that of f by row.
+    """
     num_here = NUM_ROW_TILES - FIRST_TILE
     i_tile, i_bh = FIRST_TILE + tl.program_id(0) % num_here, tl.program_id(0) // num_here
     i_b, i_h = i_bh // HEADS, i_bh % HEADS
@@ -261,6 +264,8 @@ def query_backward(
     b_dmean = (b_along_mean - b_along_out) * b_slope / divisor
     tl.store(p_dtotal + o_row, b_dtotal, mask=m_q)
     tl.store(p_dmean + o_row, b_dmean, mask=m_q)
+    if TRAINED:
+        tl.store(p_dfloored + o_row, b_along_mean - b_along_out, mask=m_q)
 
     b_rows = (b_grad32 * (b_inverse * weight)[:, None]).to(dtype)
     b_dscores = (b_dots * b_inverse[:, None] + b_dtotal[:, None]) * weight

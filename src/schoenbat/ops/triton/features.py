@@ -46,7 +46,7 @@ def factors(b_x, p_tiles, i_tile, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, PR
 
 
 @triton.jit
-def _level(
+def level_factors(
     b_x, b_degree, level, p_tiles, i_tile, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr
 ):
     """One level's factors, 1 for features that have none, and their directions.
@@ -81,7 +81,7 @@ def monomials(
         b_product = tl.full([BLOCK, GROUP], 1.0, tl.float32)
         for i_tile in range(first, tl.load(p_first + i_group + 1)):
             level = i_tile - first
-            b_factor, _ = _level(b_x, b_degree, level, p_tiles, i_tile, BLOCK_D, GROUP, PRECISION)
+            b_factor, _ = level_factors(b_x, b_degree, level, p_tiles, i_tile, BLOCK_D, GROUP, PRECISION)
             b_product = b_product * b_factor
             b_weight = tl.where((level > 0) & (b_degree > level), b_weight * scale, b_weight)
     return b_product, b_weight
@@ -119,7 +119,9 @@ def monomials_backward(
         b_grad = b_grad * b_product
         b_dx = tl.zeros([BLOCK, BLOCK_D], tl.float32)
         for i_tile in range(first, tl.load(p_first + i_group + 1)):
-            b_factor, b_w = _level(b_x, b_degree, i_tile - first, p_tiles, i_tile, BLOCK_D, GROUP, PRECISION)
+            b_factor, b_w = level_factors(
+                b_x, b_degree, i_tile - first, p_tiles, i_tile, BLOCK_D, GROUP, PRECISION
+            )
             b_dx += _spread(b_grad / b_factor, b_w, PRECISION)
     return b_dx
 

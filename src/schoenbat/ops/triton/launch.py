@@ -134,14 +134,15 @@ def attend_backward(
     query_scale: Tensor,
     key_scale: float,
     unit: Unit,
-) -> list[Tensor]:
-    """Gradients of query, key, value and query_scale."""
+    trained: bool,
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Gradients of query, key, value and query_scale; what those of a map start from: see `launch_map`."""
     shape, count = Shape.of(query, value), _count(mask)
-    small = plan, coefficients, query_scale, unit
-    grad_query, to_scale, parts = read_backward(grad, query, summary, shape, *small)
+    small = plan, coefficients, query_scale, unit, trained
+    grad_query, to_scale, parts, by_row = read_backward(grad, query, summary, shape, *small)
     to_summary = finish_backward(parts, count, key.shape[-2], summary[1], shape, plan, shape.dtype)
     to_keys = key_backward(key, value, mask, to_summary, summary[3], shape, plan, key_scale, unit)
-    return [grad_query, *to_keys, to_scale]
+    return [grad_query, *to_keys, to_scale], by_row, to_summary
 
 
 def summarize(
@@ -214,12 +215,16 @@ def read_backward(
     coefficients: Tensor,
     query_scale: Tensor,
     unit: Unit,
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Gradients of query and query_scale; parts of those of the summary, ``(B·H·G·splits, ...)``."""
+    trained: bool = False,
+) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
+    """Gradients of query and query_scale; parts of those of the summary, ``(B·H·G·splits, ...)``.
+
+    Then by row 1/f and the gradients of total and mean logit, and of f itself if the map is `trained`.
+    """
     q, g = as_rows(query), as_rows(grad.to(query.dtype))
     sums, totals, key_mean, _ = summary
     grad_query = q.new_empty(q.shape)
-    by_row = [q.new_empty(q.shape[:-1], dtype=torch.float32) for _ in range(3)]
+    by_row = [q.new_empty(q.shape[:-1], dtype=torch.float32) for _ in range(4 if trained else 3)]
     tiles, single = shape.tiles(plan), _is_single(plan)
     splits, tiles_each = _row_tiles(q, tiles), 1
     if single:
@@ -227,19 +232,20 @@ def read_backward(
     to_scale = q.new_empty(q.shape[0], q.shape[1], splits, dtype=torch.float32)
     if q.numel():
         bidirectional.read_backward[(to_scale.numel(),)](
-            *(q, g, grad_query, *by_row, to_scale, query_scale, sums, totals, key_mean),
+            *(q, g, grad_query, *by_row[:3], by_row[-1], to_scale, query_scale, sums, totals, key_mean),
             *(per_map(coefficients, plan), *q.stride()[:3], *g.stride()[:3], q.shape[-2], tiles_each, splits),
             *(unit.eps, *map_arguments(plan)),
             HEADS=q.shape[1],
             GROUPS=shape.groups,
             UNIT=unit.code,
             SINGLE=single,
+            TRAINED=trained,
             **shape.constants(plan, tiles),
         )
     else:
         to_scale.zero_()
-    parts = _summarize(q, g, None, by_row, shape, plan, query_scale, 1.0, unit)
-    return grad_query.view(query.shape), to_scale.sum((0, 2)).view(query_scale.shape), parts
+    parts = _summarize(q, g, None, by_row[:3], shape, plan, query_scale, 1.0, unit)
+    return grad_query.view(query.shape), to_scale.sum((0, 2)).view(query_scale.shape), parts, by_row
 
 
 def finish_backward(

@@ -154,14 +154,18 @@ def attend_backward(
     coefficients: Tensor,
     query_scale: Tensor,
     key_scale: float,
-) -> list[Tensor]:
-    """Gradients of query, key, value and query_scale, and of the state's four sums if there is one."""
+    trained: bool,
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Gradients of query, key, value and query_scale, and of the state's four sums if there is one.
+
+    Then what those of a `trained` map start from: see `launch_map`.
+    """
     shape, out, (inverse, constant, slope) = Shape.of(query, value), as_rows(saved[0]), saved[1:4]
     q, k, v, g = as_rows(query), as_rows(key), as_rows(value), as_rows(grad.to(query.dtype))
     axis, heads = Axis.of(q.shape[-2], k.shape[-2], shape, plan), q.shape[0] * q.shape[1]
     if not q.numel():
         to_state = [] if count is None else [x.zero_() for x in empty_state(query, value, plan)]
-        return [*(torch.zeros_like(x) for x in (query, key, value, query_scale)), *to_state]
+        return [*(torch.zeros_like(x) for x in (query, key, value, query_scale)), *to_state], [], []
     shared = {
         "HEADS": q.shape[1],
         "GROUPS": shape.groups,
@@ -173,14 +177,16 @@ def attend_backward(
     strides = *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *g.stride()[:3]
     grad_query = q.new_empty(q.shape)
     to_total, to_mean = (torch.empty_like(inverse) for _ in range(2))
+    to_floored = torch.empty_like(inverse) if trained else inverse
     programs = axis.programs(axis.first_query, heads)
     to_scale = inverse.new_empty(*q.shape[:2], programs[0] // heads)
     causal.query_backward[programs](
         *(q, k, v, flat(mask, k), _counts(mask, axis, k), query_scale),
         *(per_map(coefficients, plan), g, out, inverse, constant, slope, *saved[4:]),
         _earlier(count, k),
-        *(grad_query, to_total, to_mean, to_scale, *strides, *axis.from_tile(axis.first_query), key_scale),
-        *map_arguments(plan),
+        *(grad_query, to_total, to_mean, to_floored, to_scale, *strides, *axis.from_tile(axis.first_query)),
+        *(key_scale, *map_arguments(plan)),
+        TRAINED=trained,
         **shared,
     )
     by_row = [inverse, constant, to_total, to_mean]
@@ -198,10 +204,10 @@ def attend_backward(
     to_keys = (_over_groups(x, like) for x, like in ((grad_key, key), (grad_value, value)))
     grads = [grad_query.view(query.shape), *to_keys, to_scale.sum((0, 2)).view(query_scale.shape)]
     if count is None:
-        return grads
+        return grads, [to_total, to_mean, to_floored], sums
     # Every row sees the state, as a key behind which all queries lie.
     over_rows = [x.flatten(0, 1).unflatten(0, (shape.batch * shape.heads, -1)).sum(1) for x in parts]
-    return [*grads, *take_out(over_rows, roots(shape, plan), shape, plan)]
+    return [*grads, *take_out(over_rows, roots(shape, plan), shape, plan)], [], []
 
 
 def _sums(
@@ -266,6 +272,14 @@ def _counts(mask: Tensor | None, axis: Axis, instead: Tensor) -> Tensor:
     if mask is None:
         return instead
     return F.pad(mask.flatten(1), (axis.first_key, 0)).cumsum(1, dtype=torch.int32)
+
+
+def row_counts(mask: Tensor | None, axis: Axis, like: Tensor) -> Tensor:
+    """How many keys each query sees, ``(B, 1, n)``."""
+    if mask is not None:
+        return _counts(mask, axis, like)[:, None, -axis.queries :]
+    last = torch.arange(axis.queries, device=like.device) + (axis.first_query - axis.first_key)
+    return (last + 1).clamp(min=0).view(1, 1, -1)
 
 
 def _over_groups(grad: Tensor, like: Tensor) -> Tensor:

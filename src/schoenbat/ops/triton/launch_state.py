@@ -76,7 +76,7 @@ def read_backward(
     """Gradients of query, query_scale and the four sums."""
     shape = Shape.of(query, grad)
     small = plan, coefficients, query_scale, _AS_THEY_ARE
-    grad_query, to_scale, parts = launch.read_backward(grad, query, summary, shape, *small)
+    grad_query, to_scale, parts, _ = launch.read_backward(grad, query, summary, shape, *small)
     # Not rounded: the gradient of Σφ(k) is given for centred values, and this is how they were centred.
     to_sums, to_totals, to_keys, to_rows = launch.finish_backward(
         parts, count.flatten().contiguous(), 0, summary[1], shape, plan, torch.float32

@@ -1,4 +1,8 @@
-"""The fused kernels as custom operators of torch.library, for maps that are not trained."""
+"""The fused kernels as custom operators of torch.library.
+
+A map travels as its plan, a list of tensors, and a list of ints; gradients do not go through these. A map
+that is trained comes along as `plan.trained_map` gives it, too: these tensors and the coefficients get some.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from schoenbat.ops.triton import launch, launch_causal, launch_decode, launch_state
+from schoenbat.ops.triton import launch, launch_causal, launch_decode, launch_map, launch_state
 from schoenbat.ops.triton.plan import Plan
 from schoenbat.ops.triton.state import empty_state
 
@@ -18,6 +22,7 @@ def attend(
     value: Tensor,
     mask: Tensor | None,
     plan: Sequence[Tensor],
+    trained: Sequence[Tensor],
     coefficients: Tensor,
     query_scale: Tensor,
     flags: Sequence[int],
@@ -31,8 +36,8 @@ def attend(
 
 @attend.register_fake
 def _(
-    query: Tensor, key: Tensor, value: Tensor, mask: Any, plan: Any, coefficients: Any, scale: Any,
-    flags: Any, *rest: Any,
+    query: Tensor, key: Tensor, value: Tensor, mask: Any, plan: Any, trained: Any, coefficients: Any,
+    scale: Any, flags: Any, *rest: Any,
 ) -> list[Tensor]:  # fmt: skip
     return _output_and_summary(query, value, Plan.of(plan, flags))
 
@@ -53,6 +58,7 @@ def attend_backward(
     mask: Tensor | None,
     summary: Sequence[Tensor],
     plan: Sequence[Tensor],
+    trained: Sequence[Tensor],
     coefficients: Tensor,
     query_scale: Tensor,
     flags: Sequence[int],
@@ -60,30 +66,50 @@ def attend_backward(
     unit: int,
     eps: float,
 ) -> list[Tensor]:
-    small = Plan.of(plan, flags), coefficients, query_scale, key_scale, launch.Unit(unit, eps)
-    return launch.attend_backward(grad, query, key, value, mask, summary, *small)
+    inputs, laid_out = (grad, query, key, value, mask, summary), Plan.of(plan, flags)
+    small = coefficients, query_scale, key_scale, launch.Unit(unit, eps)
+    grads, by_row, to_summary = launch.attend_backward(*inputs, laid_out, *small, bool(trained))
+    if trained:
+        grads += launch_map.bidirectional(*inputs, by_row, to_summary, laid_out, trained, *small)
+    return grads
 
 
 @attend_backward.register_fake
 def _(
     grad: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, summary: Any, plan: Any,
-    coefficients: Any, query_scale: Tensor, *rest: Any,
+    trained: Sequence[Tensor], coefficients: Tensor, query_scale: Tensor, *rest: Any,
 ) -> list[Tensor]:  # fmt: skip
-    return [x.new_empty(x.shape) for x in (query, key, value, query_scale)]
+    return _empty_gradients(query, key, value, query_scale, *_trained(trained, coefficients))
+
+
+def _empty_gradients(*tensors: Tensor) -> list[Tensor]:
+    return [x.new_empty(x.shape) for x in tensors]
+
+
+def _trained(trained: Sequence[Tensor], coefficients: Tensor) -> list[Tensor]:
+    """What of a trained map gets gradients."""
+    return [*trained[:4], coefficients] if trained else []
+
+
+def _to_trained(to_map: Sequence[Tensor]) -> tuple[list[Any], Tensor | None]:
+    """The gradients of `trained` and of the coefficients, as autograd wants them."""
+    return ([*to_map[:4], None, None, None], to_map[4]) if to_map else ([], None)
 
 
 def _context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    query, key, value, mask, plan, coefficients, query_scale, *ctx.small = inputs
-    ctx.save_for_backward(query, key, value, mask, coefficients, query_scale, *output[1:], *plan)
+    query, key, value, mask, plan, trained, coefficients, query_scale, *ctx.small = inputs
+    ctx.save_for_backward(query, key, value, mask, coefficients, query_scale, *output[1:], *plan, *trained)
 
 
 def _gradient(ctx: Any, grad: list[Tensor]) -> tuple[Any, ...]:
     query, key, value, mask, coefficients, query_scale, *rest = ctx.saved_tensors
-    to_query, to_key, to_value, to_scale = attend_backward(
-        *(grad[0], query, key, value, mask, rest[:4], rest[4:], coefficients, query_scale),
+    to_query, to_key, to_value, to_scale, *to_map = attend_backward(
+        *(grad[0], query, key, value, mask, rest[:4], rest[4:9], rest[9:], coefficients, query_scale),
         *ctx.small,
     )
-    return to_query, to_key, to_value, None, [None] * 5, None, to_scale, None, None, None, None
+    to_trained, to_coefficients = _to_trained(to_map)
+    to_rows = to_query, to_key, to_value, None
+    return *to_rows, [None] * 5, to_trained, to_coefficients, to_scale, None, None, None, None
 
 
 attend.register_autograd(_gradient, setup_context=_context)
@@ -211,18 +237,20 @@ def attend_causal(
     state: Sequence[Tensor],
     count: Tensor | None,
     plan: Sequence[Tensor],
+    trained: Sequence[Tensor],
     coefficients: Tensor,
     query_scale: Tensor,
     flags: Sequence[int],
     key_scale: float,
 ) -> list[Tensor]:
+    """A map that is trained goes without a state."""
     small = Plan.of(plan, flags), coefficients, query_scale, key_scale
     return launch_causal.attend(query, key, value, mask, state, count, *small)
 
 
 @attend_causal.register_fake
 def _(
-    query: Tensor, key: Tensor, value: Tensor, mask: Any, state: Any, count: Any, plan: Any,
+    query: Tensor, key: Tensor, value: Tensor, mask: Any, state: Any, count: Any, plan: Any, trained: Any,
     coefficients: Any, scale: Any, flags: Any, key_scale: float,
 ) -> list[Tensor]:  # fmt: skip
     shape, laid_out = launch.Shape.of(query, value), Plan.of(plan, flags)
@@ -245,36 +273,50 @@ def attend_causal_backward(
     count: Tensor | None,
     saved: Sequence[Tensor],
     plan: Sequence[Tensor],
+    trained: Sequence[Tensor],
     coefficients: Tensor,
     query_scale: Tensor,
     flags: Sequence[int],
     key_scale: float,
 ) -> list[Tensor]:
-    small = Plan.of(plan, flags), coefficients, query_scale, key_scale
-    return launch_causal.attend_backward(grad, query, key, value, mask, count, saved, *small)
+    inputs, laid_out = (grad, query, key, value, mask), Plan.of(plan, flags)
+    small = coefficients, query_scale, key_scale
+    grads, by_row, sums = launch_causal.attend_backward(
+        *inputs, count, saved, laid_out, *small, bool(trained)
+    )
+    if trained:
+        grads += launch_map.causal(*inputs, saved, by_row, sums, laid_out, trained, *small)
+    return grads
 
 
 @attend_causal_backward.register_fake
 def _(
     grad: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, count: Tensor | None, saved: Any,
-    plan: Any, coefficients: Any, query_scale: Tensor, flags: Any, key_scale: float,
+    plan: Any, trained: Sequence[Tensor], coefficients: Tensor, query_scale: Tensor, flags: Any, *rest: Any,
 ) -> list[Tensor]:  # fmt: skip
     to_state = [] if count is None else empty_state(query, value, Plan.of(plan, flags))
-    return [*(x.new_empty(x.shape) for x in (query, key, value, query_scale)), *to_state]
+    to_rows = _empty_gradients(query, key, value, query_scale)
+    return [*to_rows, *to_state, *_empty_gradients(*_trained(trained, coefficients))]
 
 
 def _causal_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    query, key, value, mask, _, count, plan, coefficients, query_scale, *ctx.small = inputs
-    ctx.save_for_backward(query, key, value, mask, count, coefficients, query_scale, *plan, *output)
+    query, key, value, mask, _, count, plan, trained, coefficients, query_scale, *ctx.small = inputs
+    small = coefficients, query_scale, *plan
+    ctx.save_for_backward(query, key, value, mask, count, *small, *output, *trained)
+    ctx.outputs = len(output)
 
 
 def _causal_gradient(ctx: Any, grad: list[Tensor]) -> tuple[Any, ...]:
     query, key, value, mask, count, coefficients, query_scale, *rest = ctx.saved_tensors
-    to_query, to_key, to_value, to_scale, *to_state = attend_causal_backward(
-        *(grad[0], query, key, value, mask, count, rest[5:], rest[:5], coefficients, query_scale),
+    plan, outputs, trained = rest[:5], rest[5 : 5 + ctx.outputs], rest[5 + ctx.outputs :]
+    to_query, to_key, to_value, to_scale, *more = attend_causal_backward(
+        *(grad[0], query, key, value, mask, count, outputs, plan, trained, coefficients, query_scale),
         *ctx.small,
     )
-    return to_query, to_key, to_value, None, to_state, None, [None] * 5, None, to_scale, None, None
+    to_state, to_map = ([], more) if count is None else (more, [])
+    to_trained, to_coefficients = _to_trained(to_map)
+    to_rows = to_query, to_key, to_value, None, to_state, None
+    return *to_rows, [None] * 5, to_trained, to_coefficients, to_scale, None, None
 
 
 attend_causal.register_autograd(_causal_gradient, setup_context=_causal_context)

@@ -6,7 +6,7 @@ out once, too: see `plan_for`.
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -112,13 +112,9 @@ def make_plan(blocks: Blocks, weight: Tensor, dtype: torch.dtype, block_d: int, 
         eye = torch.eye(blocks.linear.shape[-2], dtype=weight.dtype, device=weight.device)
         linear = eye.expand(*blocks.linear.shape[:-1], -1)
         blocks = blocks._replace(linear=linear, identity=False)
-    maps, (dim, directions) = max(weight.shape[0], blocks.quadratic.shape[0]), blocks.quadratic.shape[-2:]
-    lay_out: Callable[..., Layout] = _layout
-    if not torch.compiler.is_compiling() and _len_torch_dispatch_stack():
-        lay_out = _layout.__wrapped__  # fake tensors and the like must not be kept
+    maps, dim = max(weight.shape[0], blocks.quadratic.shape[0]), blocks.quadratic.shape[-2]
     group_of_pairs = WIDE_GROUP_OF_PAIRS if wide else GROUP_OF_PAIRS
-    counts = blocks.linear.shape[-1], directions, blocks.num_pairs, blocks.degrees
-    layout = lay_out(*counts, group_of_pairs, weight.device)
+    layout = _cached(_layout)(*_counts(blocks), group_of_pairs, weight.device)
     columns = torch.cat([*blocks.maps, blocks.linear.new_zeros(*blocks.linear.shape[:-1], 1)], dim=-1)
     tiles = F.pad(columns.to(dtype), (0, 0, 0, block_d - dim)).index_select(-1, layout.columns)
     tiles = tiles.expand(maps, -1, -1).unflatten(-1, (layout.num_tiles, layout.group))
@@ -137,6 +133,41 @@ def make_plan(blocks: Blocks, weight: Tensor, dtype: torch.dtype, block_d: int, 
     )
 
 
+def trained_map(blocks: Blocks, weight: Tensor) -> list[Tensor]:
+    """The four tensors of a map that get gradients, then where the columns of three are: see `take_out`."""
+    return [*blocks.maps, weight, *_cached(_places)(*_counts(blocks), weight.device)]
+
+
+def narrowed(plan: Plan) -> Plan:
+    """The same with pairs in groups of GROUP, too: kernels of trained maps have no registers for more."""
+    parts = plan.group // GROUP
+    if parts == 1:
+        return plan
+    tiles = plan.tiles.unflatten(-1, (parts, GROUP)).unflatten(1, (-1, 2))
+    tiles = tiles.permute(0, 1, 4, 2, 3, 5).flatten(1, 3).contiguous()
+    first = torch.arange(0, tiles.shape[1] + 1, 2, dtype=torch.int32, device=tiles.device)
+    return plan._replace(tiles=tiles, first=first)
+
+
+def take_out(to_tiles: Tensor, places: Tensor) -> Tensor:
+    """The gradient ``(M, block_d, columns)`` of one of a map's tensors from that of a narrowed plan's tiles.
+
+    A column's places are added up in a fixed order, unlike by an index that adds.
+    """
+    flat = F.pad(to_tiles.transpose(1, 2).flatten(2), (1, 0))
+    return flat.index_select(-1, places.flatten()).unflatten(-1, places.shape).sum(-1)
+
+
+def _counts(blocks: Blocks) -> tuple[int, int, int, tuple[int, ...]]:
+    return blocks.linear.shape[-1], blocks.quadratic.shape[-1], blocks.num_pairs, blocks.degrees
+
+
+def _cached(make: Callable[..., Any]) -> Callable[..., Any]:
+    """What an lru_cache wraps, without it for fake tensors and the like, which must not be kept."""
+    is_fake = not torch.compiler.is_compiling() and _len_torch_dispatch_stack()
+    return make.__wrapped__ if is_fake else make  # type: ignore[attr-defined]
+
+
 @lru_cache(maxsize=64)
 def _layout(
     num_linear: int,
@@ -149,17 +180,9 @@ def _layout(
     factors = _factor_columns(num_linear, directions, num_pairs, tail)
     quadratic = 0 < num_pairs == len(factors)
     group = group_of_pairs if quadratic else GROUP
-    groups = [factors[start : start + group] for start in range(0, len(factors), group)]
-    nothing = num_linear + directions + sum(tail)
-    columns, first = [], [0]
-    for members in groups:
-        levels = max(len(member) for member in members)
-        for level in range(levels):
-            tile = [member[level] if level < len(member) else nothing for member in members]
-            columns += tile + [nothing] * (group - len(tile))
-        first.append(first[-1] + levels)
-    degrees = [len(member) for members in groups for member in members]
-    degrees += [0] * (len(groups) * group - len(degrees))
+    columns, first = _arrange(factors, group, num_linear + directions + sum(tail))
+    degrees = [len(member) for member in factors]
+    degrees += [0] * (-len(degrees) % group)
     return Layout(
         group,
         first[-1],
@@ -168,6 +191,38 @@ def _layout(
         torch.tensor(degrees, dtype=torch.int32, device=device),
         torch.tensor(first, dtype=torch.int32, device=device),
     )
+
+
+@lru_cache(maxsize=64)
+def _places(
+    num_linear: int, directions: int, num_pairs: int, tail: tuple[int, ...], device: torch.device
+) -> list[Tensor]:
+    """For linear, quadratic, tail ``(columns, ·)``: 1 + where a column is in narrow tiles, 0 for nowhere."""
+    sizes = num_linear, directions, sum(tail)
+    factors = _factor_columns(num_linear, directions, num_pairs, tail)
+    found: list[list[int]] = [[] for _ in range(sum(sizes) + 1)]
+    for place, column in enumerate(_arrange(factors, GROUP, sum(sizes))[0]):
+        found[column].append(1 + place)
+    places, start = [], 0
+    for size in sizes:
+        own = found[start : start + size]
+        most, start = max([0, *(len(member) for member in own)]), start + size
+        padded = [place for member in own for place in member + [0] * (most - len(member))]
+        places.append(torch.tensor(padded, dtype=torch.int64, device=device).view(size, most))
+    return places
+
+
+def _arrange(factors: list[list[int]], group: int, nothing: int) -> tuple[list[int], list[int]]:
+    """The columns at all places of all tiles, `nothing` where there is none; the first tile of each group."""
+    columns, first = [], [0]
+    for start in range(0, len(factors), group):
+        members = factors[start : start + group]
+        levels = max(len(member) for member in members)
+        for level in range(levels):
+            tile = [member[level] if level < len(member) else nothing for member in members]
+            columns += tile + [nothing] * (group - len(tile))
+        first.append(first[-1] + levels)
+    return columns, first
 
 
 def _factor_columns(
