@@ -19,7 +19,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from schoenbat import MaclaurinFeatures, RMFAState, kernelized_attention, rmfa, rmfa_step
+from schoenbat import MaclaurinFeatures, RMFAState, kernelized_attention, rmfa, rmfa_step, rmfa_window
 from schoenbat.experiments.measurement import Timing, peak_memory, time_call
 from schoenbat.report.results import device_name, write_results
 
@@ -69,6 +69,8 @@ SHAPES = (
 # One batch of ever longer sequences: what the plot of time against length shows.
 LENGTHS = tuple(Shape(16, 2**exponent) for exponent in range(8, 18))
 DECODING = Shape(64 * HEADS, 1)
+# Where a window is measured beside attention without one.
+WINDOWED, WIDTH = Shape(32, 16_384), 64
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,11 @@ def cells(shape: Shape) -> list[Cell]:
         name: partial(rmfa, features=features, implementation=name) for name in ("triton", "eager")
     }
     methods |= {name: partial(_sdpa, name) for name in ("cudnn", "flash")}
+    if shape == WINDOWED:
+        window = partial(rmfa_window, features=features, width=WIDTH)
+        methods |= {
+            f"{name}, ±{WIDTH} exact": partial(window, implementation=name) for name in ("triton", "eager")
+        }
     passes = (FORWARD, BACKWARD) if shape in LENGTHS else PASSES
     measured = [Cell(shape, name, call, way) for name, call in methods.items() for way in passes]
     if shape.head_dim == 64 and shape.construction == "exact-low" and shape in SHAPES:

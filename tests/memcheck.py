@@ -5,18 +5,20 @@ as torch's own cache would hide what lies beyond a tensor. The report has the fo
 gpu_summary.py counts it with the other tests.
 """
 
+import itertools
 import os
 import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch.nn import functional as F
 
-from schoenbat import MaclaurinFeatures, RMFAState, rmfa, rmfa_step
+from schoenbat import MaclaurinFeatures, RMFAState, rmfa, rmfa_step, rmfa_window
 
 TOOL = "compute-sanitizer"
 CALLS = "calls"
@@ -30,9 +32,10 @@ def calls() -> Iterator[str]:
             features = MaclaurinFeatures(
                 head_dim, 64, construction=construction, scale=2.0, seed=0, device="cuda"
             )
-            for is_causal in (False, True):
-                attend(features, value_dim, is_causal)
-                yield f"{construction}, d = {head_dim}, {'causal' if is_causal else 'bidirectional'}"
+            for is_causal, width in itertools.product((False, True), (None, 20)):
+                attend(features, value_dim, is_causal, width)
+                window = "" if width is None else f", window of ±{width}"
+                yield f"{construction}, d = {head_dim}, {'causal' if is_causal else 'bidirectional'}{window}"
             decode(features, value_dim)
             yield f"{construction}, d = {head_dim}, decoding"
 
@@ -43,12 +46,12 @@ def draw(length: int, *widths: int) -> list[torch.Tensor]:
     ]
 
 
-def attend(features: MaclaurinFeatures, value_dim: int, is_causal: bool) -> None:
+def attend(features: MaclaurinFeatures, value_dim: int, is_causal: bool, width: int | None) -> None:
+    attention = rmfa if width is None else partial(rmfa_window, width=width)
     inputs = [x.requires_grad_() for x in draw(131, features.head_dim, features.head_dim, value_dim)]
     mask = torch.rand(1, 131, device="cuda") > 0.3
-    rmfa(
-        *inputs, features, key_mask=mask, is_causal=is_causal, implementation="triton"
-    ).float().sum().backward()
+    options = {"features": features, "key_mask": mask, "is_causal": is_causal, "implementation": "triton"}
+    attention(*inputs, **options).float().sum().backward()
     torch.cuda.synchronize()
 
 

@@ -1,5 +1,6 @@
 """Exact near, linear far, as a user calls it: over a whole sequence, and token by token with a state."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import Tensor
 from schoenbat.features import MaclaurinFeatures
 from schoenbat.functional import RMFAState, map_for
 from schoenbat.inputs import Arranged, arrange, arrange_scale
-from schoenbat.ops import dispatch, window
+from schoenbat.ops import dispatch, window, window_fused
 from schoenbat.ops.blocks import FeatureMap
 from schoenbat.ops.keeping import is_concrete
 from schoenbat.ops.window import Carried, Window
@@ -49,7 +50,8 @@ def rmfa_window(
         far_maps: matrices A ``(H, d, d)`` and B ``(H_kv, d, d)``: far keys are seen as ``φ(qA)·φ(kB)``. None:
             as ``φ(q)·φ(k)``.
         enable_gqa: let several query heads share a key head.
-        implementation: ``"auto"``, ``"reference"`` (the specification; quadratic) or ``"eager"``.
+        implementation: ``"auto"``, ``"reference"`` (the specification; quadratic), ``"eager"`` or
+            ``"triton"`` (fused kernels, on CUDA; ``"auto"`` does not take them yet).
 
     Returns:
         ``(..., H, n, d_v)``.
@@ -69,15 +71,15 @@ def rmfa_window(
             f"a window needs as many queries as keys, got {query.shape[-2]} and {key.shape[-2]}: positions "
             "in two sequences cannot be compared (for decoding use rmfa_window_step)"
         )
-    obstacle = "exact near, linear far has no fused kernel"
-    chosen = dispatch.choose(implementation, obstacle, query)
     with torch.autocast(query.device.type, enabled=False):
+        feature_map = map_for(features, inputs.key)
+        obstacle = window_fused.obstacle(inputs.query, inputs.value, feature_map, implementation)
+        attend = _ATTEND[dispatch.choose(implementation, obstacle, query)]
         if not torch.compiler.is_compiling():  # where it would make every size an expression of the length
             width = min(width, max(key.shape[-2] - 1, 0))
         query_scale = _arrange_scale(inputs, features, scale)
         settings = Window(width, is_causal, 0, *_arrange_far(inputs, far_weight, far_maps))
-        attend = window.attend if chosen == "eager" else _in_full_precision
-        out = attend(*inputs[:4], map_for(features, inputs.key), query_scale, settings)
+        out = attend(*inputs[:4], feature_map, query_scale, settings)
     return inputs.restore(out)
 
 
@@ -258,3 +260,10 @@ def _in_full_precision(
 ) -> Tensor:
     q, k, v = (x.to(feature_map.weight.dtype) for x in (query, key, value))
     return window.reference(q, k, v, mask, feature_map, query_scale, settings).to(query.dtype)
+
+
+_ATTEND: dict[str, Callable[..., Tensor]] = {
+    "reference": _in_full_precision,
+    "eager": window.attend,
+    "triton": window_fused.attend,
+}

@@ -53,7 +53,7 @@ def choose(implementation: str, obstacle: str | None, query: Tensor) -> str:
     return "triton" if query.is_cuda and obstacle is None else "eager"
 
 
-def _obstacle(query: Tensor, value: Tensor) -> str | None:
+def fused_obstacle(query: Tensor, value: Tensor) -> str | None:
     """Why the fused kernels cannot run a call; None if they can."""
     if not (_HAS_TRITON and (query.is_cuda or _INTERPRETED)):
         return f"it needs the package triton and a CUDA device, the query is on {query.device}"
@@ -89,12 +89,12 @@ def attend(
     call may go on from what was `before`.
     """
     if before is None:
-        obstacle = _obstacle(query, value[..., :WIDEST_VALUE])
+        obstacle = fused_obstacle(query, value[..., :WIDEST_VALUE])
         if _is_trained(feature_map):
             obstacle = obstacle or _map_obstacle(query) or _unless_named(implementation)
         chosen = choose(implementation, obstacle, query)
     else:
-        obstacle = _obstacle(query, value) or _state_obstacle(before.sums, feature_map)
+        obstacle = fused_obstacle(query, value) or _state_obstacle(before.sums, feature_map)
         chosen = _choose_with_sums(implementation, obstacle, query)
     if not query.shape[-2] and before is None:
         return reference.of_no_query(query, key, value)
@@ -124,7 +124,7 @@ def accumulate(
     implementation: str,
 ) -> tuple[Sums, Tensor]:
     """Keys and values as plain sums, which add up over pieces of a sequence, and their count."""
-    obstacle = _obstacle(key, value) or _training_obstacle(feature_map)
+    obstacle = fused_obstacle(key, value) or training_obstacle(feature_map)
     chosen = _choose_with_sums(implementation, obstacle, key)
     count = eager.key_count(key, mask)
     if chosen == "triton":
@@ -149,7 +149,7 @@ def read(
 ) -> Tensor:
     """Bidirectional attention to everything in the sums."""
     sums, count = before
-    obstacle = _obstacle(query, sums.value_sum) or _state_obstacle(sums, feature_map)
+    obstacle = fused_obstacle(query, sums.value_sum) or _state_obstacle(sums, feature_map)
     if _choose_with_sums(implementation, obstacle, query) == "triton":
         return _read_fused(query, before, feature_map, query_scale)
     divisor = count.clamp(min=1)
@@ -176,7 +176,7 @@ def step(
 ) -> tuple[Tensor, Sums]:
     """Causal attention of n new tokens to those before them and to one another; the sums after them."""
     sums, count = before
-    obstacle = _obstacle(query, value) or _state_obstacle(sums, feature_map)
+    obstacle = fused_obstacle(query, value) or _state_obstacle(sums, feature_map)
     if not _is_decoding(query, key, value, *sums, query_scale):
         obstacle = obstacle or _unless_named(implementation)
     chosen = choose(implementation, obstacle, query)
@@ -214,11 +214,14 @@ def _state_obstacle(sums: Sums, feature_map: FeatureMap) -> str | None:
     """What a state may have that the fused kernels do not know."""
     if sums.feature_value.dtype != torch.float32:
         return f"it goes on from a float32 state, got {sums.feature_value.dtype}"
-    return _training_obstacle(feature_map)
+    return training_obstacle(feature_map)
 
 
-def _training_obstacle(feature_map: FeatureMap) -> str | None:
-    return "with sums it gives no gradients to a trainable map yet" if _is_trained(feature_map) else None
+def training_obstacle(feature_map: FeatureMap) -> str | None:
+    """What keeps kernels that do not train a map from running a call."""
+    if _is_trained(feature_map):
+        return "with sums or a window it gives no gradients to a trainable map yet"
+    return None
 
 
 def _is_trained(feature_map: FeatureMap) -> bool:
@@ -237,14 +240,14 @@ def _map_obstacle(query: Tensor) -> str | None:
 def _accumulate_fused(key: Tensor, value: Tensor, mask: Tensor | None, feature_map: FeatureMap) -> Sums:
     from schoenbat.ops.triton import library as fused
 
-    plan, _, flags = _plan(key, feature_map, key.dtype, wide=True)
+    plan, _, flags = lay_out(key, feature_map, key.dtype, wide=True)
     return Sums(*fused.summarize(key, value, mask, plan, flags, feature_map.key_scale))
 
 
 def _read_fused(query: Tensor, before: Before, feature_map: FeatureMap, query_scale: Tensor) -> Tensor:
     from schoenbat.ops.triton import library as fused
 
-    plan, _, flags = _plan(query, feature_map, query.dtype, wide=True)
+    plan, _, flags = lay_out(query, feature_map, query.dtype, wide=True)
     small = plan, feature_map.coefficients, query_scale, flags
     return fused.read(query, list(before.sums), before.seen, *small)[0]
 
@@ -261,7 +264,7 @@ def _attend_fused(
     from schoenbat.ops.triton import library as fused
 
     unit, eps = (0, 0.0) if unit_rows is None else (unit_rows.code, unit_rows.eps)
-    plan, trained, flags = _plan(query, feature_map, query.dtype, wide=True)
+    plan, trained, flags = lay_out(query, feature_map, query.dtype, wide=True)
     small = plan, trained, feature_map.coefficients, query_scale, flags, feature_map.key_scale, unit, eps
     # Each column of the values is mixed for itself, whatever stands beside it.
     parts = [fused.attend(query, key, part, mask, *small)[0] for part in value.split(WIDEST_VALUE, dim=-1)]
@@ -279,7 +282,7 @@ def _attend_causal_fused(
 ) -> Tensor:
     from schoenbat.ops.triton import library as fused
 
-    plan, trained, flags = _plan(query, feature_map, query.dtype)
+    plan, trained, flags = lay_out(query, feature_map, query.dtype)
     small = plan, trained, feature_map.coefficients, query_scale, flags, feature_map.key_scale
     sums, count = ([], None) if before is None else (list(before.sums), before.seen)
     parts = [
@@ -289,7 +292,7 @@ def _attend_causal_fused(
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
-def _plan(
+def lay_out(
     query: Tensor, feature_map: FeatureMap, dtype: torch.dtype, *, wide: bool = False
 ) -> tuple[list[Tensor], list[Tensor], list[int]]:
     """The map as the kernels take it, and what of it is trained."""
@@ -319,7 +322,7 @@ def _step_fused(
         out = _attend_causal_fused(query, key, value, mask, feature_map, query_scale, before)
         more = _accumulate_fused(key, value, mask, feature_map)
         return out, Sums(*(old + new for old, new in zip(sums, more, strict=True)))
-    plan, _, flags = _plan(query, feature_map, torch.float32)
+    plan, _, flags = lay_out(query, feature_map, torch.float32)
     small = plan, feature_map.coefficients, query_scale, flags, feature_map.key_scale
     out, *after = fused.step(query, key, value, mask, count, list(sums), *small)
     return out, Sums(*after)

@@ -24,11 +24,14 @@ from schoenbat.ops.triton import (
     causal_map,
     causal_sums,
     decode,
+    window,
+    window_backward,
 )
 from schoenbat.ops.triton.launch import Tiles, tiles_for
 from schoenbat.ops.triton.launch_causal import tiles_for as causal_tiles_for
 from schoenbat.ops.triton.launch_causal import tiles_of_keys
 from schoenbat.ops.triton.launch_map import tiles_of_map
+from schoenbat.ops.triton.launch_window import tiles_for as window_tiles_for
 from schoenbat.ops.triton.plan import GROUP, GROUP_OF_PAIRS
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -47,6 +50,10 @@ ROWS = {
     "p_tiles",
     "p_near",
     "p_far",
+    "p_far_query",
+    "p_far_key",
+    "p_dfar_query",
+    "p_dfar_key",
 }
 SHORT = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
@@ -101,6 +108,9 @@ def constants_for(width, quadratic, tiles, parts):
         "TRAINED": False,
         "PARTS": parts,
         "CHUNK": 1,
+        "SPAN": 64,
+        "IS_CAUSAL": False,
+        "SEPARATE": False,
         "DIM": width,
         "DV": width,
         "BLOCK_D": width,
@@ -111,7 +121,10 @@ def constants_for(width, quadratic, tiles, parts):
 
 
 def attention_cases():
-    """Kernels of both directions; causal ones for bfloat16 alone, which saves a minute."""
+    """Kernels of all forms; what saves minutes: causal ones and windows for bfloat16 alone.
+
+    Of wide heads with a window only what takes most.
+    """
     for dtype, width, quadratic in itertools.product(
         (torch.bfloat16, torch.float32), (64, 128, 256), (True, False)
     ):
@@ -128,6 +141,13 @@ def attention_cases():
         for name in ("read", "query_backward"):
             yield causal, name, dtype, width, quadratic, tiles
         yield causal_keys, "key_backward", dtype, width, quadratic, tiles_of_keys(tiles)
+        if width == 256:
+            continue
+        tiles = window_tiles_for(dtype, width, width, quadratic)
+        yield window_backward, "key_backward", dtype, width, quadratic, tiles
+        if width == 64:
+            yield window, "read", dtype, width, quadratic, tiles
+            yield window_backward, "query_backward", dtype, width, quadratic, tiles
 
 
 def trained_cases():

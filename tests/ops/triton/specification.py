@@ -1,4 +1,4 @@
-"""The fused kernels against the float64 specification: what the tests of both directions share."""
+"""The fused kernels against the float64 specification: what their tests share."""
 
 import torch
 from oracle import gradients, poisoned_memory
@@ -17,26 +17,36 @@ def relative_error(got, exact, terms=0.3):
     return float((got.double() - exact.double()).norm() / exact.double().norm().clamp(min=terms))
 
 
-def assert_close_to_specification(features, tensors, scale, exact="reference", few_keys=None, **options):
-    """Outputs and the gradients of query, key, value, scale and a trained map; `few_keys`: see below."""
-    inputs = [x.to(DEVICE).requires_grad_() for x in (*tensors, scale)]
+def assert_close_to_specification(
+    features, tensors, scale, exact="reference", few_keys=None, attention=attend, trained=None, **options
+):
+    """Outputs and the gradients of query, key, value, scale, the map's parameters and what is `trained`.
+
+    `few_keys`: see below.
+    """
+    trained = trained or {}
+    inputs = [x.to(DEVICE).requires_grad_() for x in (*tensors, scale, *trained.values())]
     exact_inputs = [x.detach().double().requires_grad_() for x in inputs]
     clear, terms = (1.0, (0.3, 0.3)) if few_keys is None else few_keys
-    trained = list(features.parameters())
+    parameters = list(features.parameters())
 
     def run(xs, implementation):
-        *qkv, s = xs
+        query, key, value, s, *others = xs
+        given = options | dict(zip(trained, others, strict=True))
 
         def call():
-            return clear * attend(*qkv, features, scale=s, implementation=implementation, **options)
+            out = attention(query, key, value, features, scale=s, implementation=implementation, **given)
+            return clear * out
 
-        return gradients(call, [*xs, *trained])
+        return gradients(call, [*xs, *parameters])
 
     with poisoned_memory():
         got, got_grads = run(inputs, "triton")
     right, right_grads = run(exact_inputs, exact)
     assert got.dtype == tensors[0].dtype
-    sizes = 0.3, *terms, 0.3, 0.3, *(0.3 for _ in trained)
+    # What is trained gets a sum over rows, of about 0.1 each and of either sign.
+    over_rows = max(0.3, 0.1 * tensors[0].shape[-2] ** 0.5)
+    sizes = (0.3, *terms, 0.3, 0.3, *[over_rows] * len(trained), *[0.3] * len(parameters))
     pairs = zip([got, *got_grads], [right, *right_grads], sizes, strict=True)
     errors = [relative_error(a, b, size) for a, b, size in pairs]
     assert max(errors) < TOLERANCE[got.dtype], errors

@@ -50,6 +50,8 @@ class Axis(NamedTuple):
     num_tiles: int
     segments: int
     tiles_each: int  # tiles to a segment, whole chunks
+    seen_by_all: int = 0  # about how many keys even the first row sees
+    backwards: bool = False  # positions are counted from the end
 
     @classmethod
     def of(cls, queries: int, keys: int, shape: Shape, plan: Plan) -> "Axis":
@@ -117,7 +119,7 @@ def attend(
     q, k, v = as_rows(query), as_rows(key), as_rows(value)
     axis = Axis.of(q.shape[-2], k.shape[-2], shape, plan)
     before = lay_out(state, roots(shape, plan), shape, plan) if state else None
-    sums, _ = _sums(k, v, mask, None, before, count, shape, plan, axis, None, key_scale)
+    sums, _ = sums_along(k, v, mask, None, before, count, shape, plan, axis, None, key_scale)
     out = q.new_empty(*q.shape[:-1], shape.value_dim)
     by_row = [q.new_empty(q.shape[:-1], dtype=torch.float32) for _ in range(3)]
     if out.numel():
@@ -190,7 +192,7 @@ def attend_backward(
         **shared,
     )
     by_row = [inverse, constant, to_total, to_mean]
-    sums, parts = _sums(q, g, None, by_row, None, count, shape, plan, axis, query_scale, key_scale)
+    sums, parts = sums_along(q, g, None, by_row, None, count, shape, plan, axis, query_scale, key_scale)
     # Each query head gives a gradient to the key head it shares: added up afterwards, in float32.
     dtype = q.dtype if shape.groups == 1 else torch.float32
     grad_key, grad_value = (q.new_empty(*q.shape[:2], *x.shape[2:], dtype=dtype) for x in (k, v))
@@ -201,7 +203,7 @@ def attend_backward(
             *(*strides, *axis.from_tile(axis.first_key), key_scale, *map_arguments(plan)),
             **(shared | tiles_of_keys(axis.tiles).compilation),
         )
-    to_keys = (_over_groups(x, like) for x, like in ((grad_key, key), (grad_value, value)))
+    to_keys = (over_groups(x, like) for x, like in ((grad_key, key), (grad_value, value)))
     grads = [grad_query.view(query.shape), *to_keys, to_scale.sum((0, 2)).view(query_scale.shape)]
     if count is None:
         return grads, [to_total, to_mean, to_floored], sums
@@ -210,11 +212,11 @@ def attend_backward(
     return [*grads, *take_out(over_rows, roots(shape, plan), shape, plan)], [], []
 
 
-def _sums(
+def sums_along(
     x: Tensor,
     rows: Tensor,
     mask: Tensor | None,
-    by_row: list[Tensor] | None,
+    by_row: Sequence[Tensor] | None,
     before: list[Tensor] | None,
     count: Tensor | None,
     shape: Shape,
@@ -229,15 +231,22 @@ def _sums(
     """
     heads, after = x.shape[0] * x.shape[1], by_row is not None
     first, program_parts = axis.first_query if after else axis.first_key, 1 + plan.num_groups
+    x_rows, x_strides, row_rows, row_strides = x, x.stride()[:3], rows, rows.stride()[:3]
+    if axis.backwards:
+        first = axis.num_tiles * axis.tiles.block - x.shape[-2]
+        mask = None if mask is None else mask.flip(-2)
+        by_row = None if by_row is None else [values.flip(-1) for values in by_row]
+        (x_rows, x_strides), (row_rows, row_strides) = _from_the_end(x), _from_the_end(rows)
+    first_key = axis.first_key - axis.seen_by_all
     sums = [
         x.new_empty(size, dtype=x.dtype if i % 4 == 0 else torch.float32)
         for i, size in enumerate(sum_shapes(heads, axis, shape, plan))
     ]
     parts = [x.new_empty(heads, *size, dtype=torch.float32) for size in _segment_sizes(axis, shape, plan)]
     causal_sums.accumulate[(program_parts * axis.segments * heads,)](
-        *(x, rows, flat(mask, x), x if query_scale is None else query_scale, *(by_row or (x, x, x, x))),
-        *(*sums[:4], *parts, _earlier(count, x), *x.stride()[:3], *rows.stride()[:3], x.shape[-2], first),
-        *(axis.first_key, *axis.cut, key_scale, *map_arguments(plan)),
+        *(x_rows, row_rows, flat(mask, x), x if query_scale is None else query_scale),
+        *(*(by_row or (x, x, x, x)), *sums[:4], *parts, _earlier(count, x), *x_strides, *row_strides),
+        *(x.shape[-2], first, first_key, *axis.cut, key_scale, *map_arguments(plan)),
         HEADS=x.shape[1],
         GROUPS=shape.groups if after else 1,
         HAS_MASK=mask is not None,
@@ -250,7 +259,7 @@ def _sums(
     rows_each = sum_rows(plan)
     causal_sums.scan[(heads, max(1, triton.cdiv(plan.num_features, rows_each)))](
         *(*parts, *sums[4:], *(before or parts), _earlier(count, x)),
-        *(axis.first_key, *axis.cut, plan.num_features),
+        *(first_key, *axis.cut, plan.num_features),
         HEADS=x.shape[1],
         HAS_STATE=count is not None,
         AFTER=after,
@@ -260,6 +269,12 @@ def _sums(
         BLOCK=axis.tiles.block,
     )
     return sums, parts
+
+
+def _from_the_end(x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """The last row, and the strides by which a kernel goes back from there."""
+    batch, head, row = x.stride()[:3]
+    return x[..., -1:, :], (batch, head, -row)
 
 
 def _earlier(count: Tensor | None, instead: Tensor) -> Tensor:
@@ -282,7 +297,7 @@ def row_counts(mask: Tensor | None, axis: Axis, like: Tensor) -> Tensor:
     return (last + 1).clamp(min=0).view(1, 1, -1)
 
 
-def _over_groups(grad: Tensor, like: Tensor) -> Tensor:
+def over_groups(grad: Tensor, like: Tensor) -> Tensor:
     """``(B, H·G, n, c) -> (B, H, 1, n, c)``."""
     batch, heads = like.shape[:2]
     if grad.shape[1] == heads:

@@ -1,0 +1,95 @@
+"""Exact near, linear far as a custom operator of torch.library: what holds for `library` holds here."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from schoenbat.ops.triton import launch_window
+from schoenbat.ops.triton.launch_window import Call, Near
+from schoenbat.ops.triton.plan import Plan
+
+
+@torch.library.custom_op("schoenbat::triton_attend_window", mutates_args=())
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    far: Sequence[Tensor],
+    mask: Tensor | None,
+    plan: Sequence[Tensor],
+    coefficients: Tensor,
+    query_scale: Tensor,
+    log_weight: Tensor,
+    flags: Sequence[int],
+    key_scale: float,
+    width: int,
+    is_causal: bool,
+) -> list[Tensor]:
+    small = Plan.of(plan, flags), coefficients, query_scale, log_weight, key_scale, Near(width, is_causal)
+    return launch_window.attend(query, key, value, far, mask, *small)
+
+
+@attend.register_fake
+def _(
+    query: Tensor, key: Tensor, value: Tensor, far: Any, mask: Any, plan: Any, coefficients: Any, scale: Any,
+    log_weight: Any, flags: Any, key_scale: float, width: int, is_causal: bool,
+) -> list[Tensor]:  # fmt: skip
+    call = Call.of(query, value, Plan.of(plan, flags), Near(0, is_causal))  # no size depends on the width
+    row_size = call.shape.batch, call.shape.heads * call.shape.groups, query.shape[-2]
+    sums, *others = launch_window.sizes(call, call.shape.batch * call.shape.heads)
+    out = query.new_empty(*query.shape[:-1], value.shape[-1])
+    by_row = [query.new_empty(row_size, dtype=torch.float32) for _ in range(4)]
+    return [out, *by_row, query.new_empty(sums), *(query.new_empty(x, dtype=torch.float32) for x in others)]
+
+
+@torch.library.custom_op("schoenbat::triton_attend_window_backward", mutates_args=())
+def attend_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    far: Sequence[Tensor],
+    mask: Tensor | None,
+    saved: Sequence[Tensor],
+    plan: Sequence[Tensor],
+    coefficients: Tensor,
+    query_scale: Tensor,
+    log_weight: Tensor,
+    flags: Sequence[int],
+    key_scale: float,
+    width: int,
+    is_causal: bool,
+) -> list[Tensor]:
+    small = Plan.of(plan, flags), coefficients, query_scale, log_weight, key_scale, Near(width, is_causal)
+    return launch_window.attend_backward(grad, query, key, value, far, mask, saved, *small)
+
+
+@attend_backward.register_fake
+def _(
+    grad: Any, query: Tensor, key: Tensor, value: Tensor, far: Sequence[Tensor], mask: Any, saved: Any,
+    plan: Any, coefficients: Any, query_scale: Tensor, log_weight: Tensor, *rest: Any,
+) -> list[Tensor]:  # fmt: skip
+    return [x.new_empty(x.shape) for x in (query, key, value, query_scale, log_weight, *far)]
+
+
+def _context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    query, key, value, far, mask, plan, coefficients, query_scale, log_weight, *ctx.small = inputs
+    ctx.num_far = len(far)
+    rows = query, key, value, mask, coefficients, query_scale, log_weight
+    ctx.save_for_backward(*rows, *far, *plan, *output)
+
+
+def _gradient(ctx: Any, grad: list[Tensor]) -> tuple[Any, ...]:
+    query, key, value, mask, coefficients, query_scale, log_weight, *rest = ctx.saved_tensors
+    far, plan, saved = rest[: ctx.num_far], rest[ctx.num_far : ctx.num_far + 5], rest[ctx.num_far + 5 :]
+    to_query, to_key, to_value, to_scale, to_weight, *to_far = attend_backward(
+        *(grad[0], query, key, value, far, mask, saved, plan, coefficients, query_scale, log_weight),
+        *ctx.small,
+    )
+    to_rows = to_query, to_key, to_value, to_far, None, [None] * 5, None
+    return *to_rows, to_scale, to_weight, None, None, None, None
+
+
+attend.register_autograd(_gradient, setup_context=_context)
