@@ -3,7 +3,7 @@
 all-MiniLM-L6-v2 is converted to SchoenbAt, then distilled on texts it is not measured on. Measured is how
 well its sentence embeddings agree with the original's on held-out reviews (IMDb, test split) and papers
 (ACL Anthology Network): the mean cosine with the original embedding, and Spearman's correlation of all
-pairwise similarities. Writes results/minilm.json.
+pairwise similarities. Writes results/minilm.json, anew after each stage.
 
     python examples/minilm.py --model all-MiniLM-L6-v2 --data data
     python examples/minilm.py --model all-MiniLM-L6-v2 --data data --steps 500 2000 --batch 32 --device cuda
@@ -222,8 +222,8 @@ def main() -> None:
         began = time.perf_counter()
         for stage, made in stages(model, attention, training, options):
             measure(attention, stage, made, time.perf_counter() - began)
+            write_results(options.out, "minilm", vars(options), rows, device=options.device)
             began = time.perf_counter()
-    write_results(options.out, "minilm", vars(options), rows, device=options.device)
 
 
 if __name__ == "__main__":

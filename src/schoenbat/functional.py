@@ -13,7 +13,7 @@ from schoenbat.kernels import DotProductKernel
 from schoenbat.kernels import kernel as get_kernel
 from schoenbat.ops import dispatch, exact
 from schoenbat.ops.blocks import FeatureMap
-from schoenbat.ops.eager_causal import Sums
+from schoenbat.ops.eager_causal import Before, Sums
 from schoenbat.ops.unit_rows import UnitRows
 from schoenbat.options import check_count, check_dtype
 from schoenbat.packed import attend_jagged, refuse_mask_beside_jagged
@@ -217,7 +217,7 @@ class RMFAState:
     ) -> "RMFAState":
         """Add keys ``(B, H, n, d)`` and values ``(B, H, n, d_v)``, in place; returns the state itself.
 
-        `implementation` is ``"auto"``, which is eager, ``"eager"`` or ``"triton"``, here and in `read`.
+        `implementation` is ``"auto"``, ``"eager"`` or ``"triton"``, here and in `read`.
         """
         inputs = arrange(key, key, value, key_mask, enable_gqa=False)
         self._check(inputs.key, inputs.value, features)
@@ -226,7 +226,8 @@ class RMFAState:
             more, count = dispatch.accumulate(*inputs[1:4], feature_map, implementation=implementation)
             sums = Sums(*(old + new for old, new in zip(self._sums(), more, strict=True)))
         refuse_overflow(sums, self._sums(), [inputs.key, inputs.value], inputs.mask)
-        vars(self).update(vars(self._from_sums(sums, self.count + count.flatten())))
+        for name, tensor in vars(self._from_sums(sums, self.count + count.flatten())).items():
+            setattr(self, name, tensor)
         return self
 
     def read(
@@ -271,8 +272,8 @@ class RMFAState:
             self.value_sum[:, :, None, None],
         )
 
-    def _before(self) -> dispatch.Before:
-        return dispatch.Before(self._sums(), self.count.view(-1, 1, 1, 1, 1))
+    def _before(self) -> Before:
+        return Before(self._sums(), self.count.view(-1, 1, 1, 1, 1))
 
     @classmethod
     def _from_sums(cls, sums: Sums, count: Tensor) -> "RMFAState":

@@ -55,7 +55,7 @@ def rmfa(
     ``fully_shard(model, mesh=mesh)``. Where each rank's loss is the mean over its tokens, as many on each,
     that gives the gradient of the mean over all tokens.
 
-    Differentiable once. A group of one rank is the plain call. Fused kernels run where asked for by name.
+    Differentiable once. A group of one rank is the plain call.
 
     Args:
         query: ``(..., H, n_q, d)``, this rank's shard; the lengths may differ from rank to rank and be 0.

@@ -45,6 +45,13 @@ class Sums(NamedTuple):
     value_sum: Tensor  # (B, H, 1, 1, d_v)
 
 
+class Before(NamedTuple):
+    """The keys and values that a call does not see itself; a causal one has as many queries as keys then."""
+
+    sums: Sums
+    seen: Tensor  # int64 (B, 1, 1, 1, 1): how many
+
+
 class Inputs(NamedTuple):
     """What a pass over the sequence takes, apart from the sums it starts from."""
 

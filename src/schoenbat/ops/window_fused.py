@@ -3,22 +3,20 @@
 import torch
 from torch import Tensor
 
+from schoenbat.ops import fused
 from schoenbat.ops.blocks import FeatureMap
-from schoenbat.ops.dispatch import WIDEST_VALUE, fused_obstacle, lay_out, training_obstacle
 from schoenbat.ops.reference import of_no_query
 from schoenbat.ops.window import Window
 
 WIDEST_HEAD = 128
-# They are checked in Triton's interpreter; with None "auto" takes them, once a GPU has run their tests.
-_BY_NAME: str | None = "kernels of exact near, linear far are taken by name alone"
 
 
-def obstacle(query: Tensor, value: Tensor, feature_map: FeatureMap, implementation: str) -> str | None:
+def obstacle(query: Tensor, value: Tensor, feature_map: FeatureMap) -> str | None:
     """Why the fused kernels cannot run a call; None if they can."""
-    found = fused_obstacle(query, value[..., :WIDEST_VALUE]) or training_obstacle(feature_map)
+    found = fused.obstacle(query, value[..., : fused.WIDEST_VALUE]) or fused.training_obstacle(feature_map)
     if query.shape[-1] > WIDEST_HEAD:
         found = found or f"with a window heads are at most {WIDEST_HEAD} wide, got {query.shape[-1]}"
-    return found or (_BY_NAME if implementation == "auto" else None)
+    return found
 
 
 def attend(
@@ -31,7 +29,7 @@ def attend(
     window: Window,
 ) -> Tensor:
     """As `window.attend`, of a whole sequence."""
-    from schoenbat.ops.triton import library_window as fused
+    from schoenbat.ops.triton import library_window
 
     if not query.shape[-2]:
         return of_no_query(query, key, value)
@@ -39,11 +37,11 @@ def attend(
     if window.query_map is not None:
         # A masked key, which may be NaN, must not reach the gradient of its map.
         far = list(window.far_rows(query, key if mask is None else torch.where(mask, key, 0.0)))
-    plan, _, flags = lay_out(query, feature_map, query.dtype)
+    plan, _, flags = fused.lay_out(query, feature_map, query.dtype)
     small = plan, feature_map.coefficients, query_scale, window.log_weight, flags, feature_map.key_scale
     # Each column of the values is mixed for itself, whatever stands beside it.
     parts = [
-        fused.attend(query, key, part, far, mask, *small, window.width, window.is_causal)[0]
-        for part in value.split(WIDEST_VALUE, dim=-1)
+        library_window.attend(query, key, part, far, mask, *small, window.width, window.is_causal)[0]
+        for part in value.split(fused.WIDEST_VALUE, dim=-1)
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)

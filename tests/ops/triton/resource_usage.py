@@ -181,9 +181,9 @@ def main():
         constants = constants_for(width, quadratic, tiles, parts)
         constants |= {"DV": min(width, 128), "BLOCK_V": min(width, 128)}
         found.append(case | usage(getattr(module, name), constants, dtype, tiles))
-    for quadratic, rows in itertools.product((True, False), (2, 16)):
-        tiles = Tiles(rows, 4 if rows == 2 else 8, 2)
-        constants = constants_for(64, quadratic, tiles, 1) | {"ROWS": rows, "BLOCK_V": 32}
+    for quadratic, (rows, columns, warps) in itertools.product((True, False), ((2, 64, 2), (16, 32, 8))):
+        tiles = Tiles(rows, warps, 2)
+        constants = constants_for(64, quadratic, tiles, 1) | {"ROWS": rows, "BLOCK_V": columns}
         case = {"kernel": "decode.step", "dtype": "float32", "width": 64, "quadratic": quadratic}
         found.append(case | usage(decode.step, constants, torch.float32, tiles))
     print(json.dumps(found))

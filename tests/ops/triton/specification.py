@@ -18,11 +18,19 @@ def relative_error(got, exact, terms=0.3):
 
 
 def assert_close_to_specification(
-    features, tensors, scale, exact="reference", few_keys=None, attention=attend, trained=None, **options
+    features,
+    tensors,
+    scale,
+    exact="reference",
+    few_keys=None,
+    attention=attend,
+    trained=None,
+    roundings=1.0,
+    **options,
 ):
     """Outputs and the gradients of query, key, value, scale, the map's parameters and what is `trained`.
 
-    `few_keys`: see below.
+    `few_keys`: see below. `roundings`: how many more of them than `TOLERANCE` is for.
     """
     trained = trained or {}
     inputs = [x.to(DEVICE).requires_grad_() for x in (*tensors, scale, *trained.values())]
@@ -44,12 +52,12 @@ def assert_close_to_specification(
         got, got_grads = run(inputs, "triton")
     right, right_grads = run(exact_inputs, exact)
     assert got.dtype == tensors[0].dtype
-    # What is trained gets a sum over rows, of about 0.1 each and of either sign.
+    # Scales and what is trained get a sum over rows, of about 0.1 each and of either sign.
     over_rows = max(0.3, 0.1 * tensors[0].shape[-2] ** 0.5)
-    sizes = (0.3, *terms, 0.3, 0.3, *[over_rows] * len(trained), *[0.3] * len(parameters))
+    sizes = 0.3, *terms, 0.3, *[over_rows] * (1 + len(trained) + len(parameters))
     pairs = zip([got, *got_grads], [right, *right_grads], sizes, strict=True)
     errors = [relative_error(a, b, size) for a, b, size in pairs]
-    assert max(errors) < TOLERANCE[got.dtype], errors
+    assert max(errors) < roundings * TOLERANCE[got.dtype], errors
 
 
 def where_few_keys_are_in_sight(features, tensors, scale, visible):

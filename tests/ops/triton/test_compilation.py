@@ -20,6 +20,8 @@ SPILLED_BY_TWO_WARPS = 1000
 SPILLED_BY_WHOLE_MAPS = 400
 # Two warps again, for any map that is trained, and twice as much for wide heads.
 SPILLED_BY_TRAINED_MAPS = 900
+# A decoding step of two warps was still the fastest.
+SPILLED_BY_DECODING = 160
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +41,8 @@ def test_nothing_spills(usages):
             allowed = SPILLED_BY_WHOLE_MAPS
         if usage["dtype"] == "torch.bfloat16" and not usage["quadratic"]:
             allowed = SPILLED_BY_TWO_WARPS
+        if usage["kernel"] == "decode.step":
+            allowed = SPILLED_BY_DECODING
         if usage["width"] > 64:
             allowed = SPILLED_BY_WIDE_HEADS
         if usage["kernel"].endswith("map_backward"):

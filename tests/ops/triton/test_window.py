@@ -13,7 +13,6 @@ from ops.triton.specification import (
 from oracle import gradients, make_map, rows
 
 from schoenbat import SchoenbAt, kernelized_attention, rmfa_window
-from schoenbat.ops import window_fused
 
 pytest.importorskip("triton")
 
@@ -232,7 +231,8 @@ def test_matches_the_specification_on_a_gpu(length, width, construction, dtype, 
     features = make_map(construction, 64, 128, dtype=torch.float32, device=DEVICE)
     tensors, scale = draw(length, heads=4, dim=64, dtype=dtype), torch.linspace(0.5, 2.5, 4)
     mask, few_keys = draw_mask(1, length), None
-    if length <= 500:
+    # Exact-low in 16 bits: hundreds of keys add up closer to the floor than a bound of their rounding.
+    if length <= 63 or dtype == torch.float32:
         few_keys = where_few_far_keys_are_in_sight(features, tensors, scale, width, mask, is_causal)
     options = {"key_mask": mask, "is_causal": is_causal, "few_keys": few_keys}
     assert_close(features, tensors, scale, width, exact="eager", **options)
@@ -257,7 +257,8 @@ def test_every_width_on_a_gpu(construction, head_dim, value_dim, num_features, i
     features = make_map(construction, head_dim, num_features, dtype=torch.float32, device=DEVICE)
     shape = {"heads": 4, "key_heads": 2, "dim": head_dim, "value_dim": value_dim, "dtype": torch.bfloat16}
     trained = near_identity((4, 2), head_dim)
-    options = {"exact": "eager", "is_causal": is_causal, "trained": trained}
+    # Rows that are multiplied by a matrix first are rounded once more.
+    options = {"exact": "eager", "is_causal": is_causal, "trained": trained, "roundings": 1.5}
     assert_close(features, draw(1000, **shape), torch.linspace(0.5, 2.5, 4), 50, **options)
 
 
@@ -305,17 +306,12 @@ def test_no_kernel_is_compiled_again_for_another_length_or_width():
 
 
 @pytest.mark.gpu
-def test_auto_takes_them_by_a_switch(monkeypatch):
-    """Then a module does, too."""
+def test_auto_and_modules_take_them():
     features = make_map("unbiased", 64, 128, dtype=torch.float32, device=DEVICE)
     tensors = [x.to(DEVICE) for x in draw(300, heads=2, dim=64, dtype=torch.bfloat16)]
     triton, eager = (rmfa_window(*tensors, features, 20, implementation=name) for name in ("triton", "eager"))
-    assert torch.equal(rmfa_window(*tensors, features, 20), eager)
-    module = SchoenbAt(64, 2, 128, construction="exact-low", window=20).to(DEVICE)
-    by_eager = module(*tensors)
-    monkeypatch.setattr(window_fused, "_BY_NAME", None)
     assert torch.equal(rmfa_window(*tensors, features, 20), triton)
     assert not torch.equal(triton, eager)
-    by_triton = module(*tensors)
-    assert not torch.equal(by_triton, by_eager)
-    assert relative_error(by_triton, by_eager) < TOLERANCE[torch.bfloat16]
+    module = SchoenbAt(64, 2, 128, construction="exact-low", window=20).to(DEVICE)
+    got, exact = module(*tensors), module.double()(*(x.double() for x in tensors))
+    assert relative_error(got, exact) < TOLERANCE[torch.bfloat16]

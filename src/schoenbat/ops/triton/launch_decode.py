@@ -9,10 +9,9 @@ from schoenbat.ops.triton import decode
 from schoenbat.ops.triton.launch import as_rows, flat, map_arguments, padded, per_map
 from schoenbat.ops.triton.plan import Plan
 
-# Few columns to a program: there are more programs than multiprocessors for small batches, too.
-_COLUMNS = 32
-# Tiles of several queries are larger: twice as many then.
-_WARPS = 4
+# Value columns of a program, and its warps: the fewer warps, the more programs are at work at once.
+_OF_ONE_QUERY = 64, 2
+_OF_SEVERAL = 32, 8
 
 
 def step(
@@ -29,7 +28,9 @@ def step(
 ) -> list[Tensor]:
     """Outputs and the sums after this token."""
     batch, heads, groups, _, dim = query.shape
-    value_dim, columns = value.shape[-1], min(_COLUMNS, padded(value.shape[-1]))
+    value_dim = value.shape[-1]
+    most, warps = _OF_ONE_QUERY if groups == 1 else _OF_SEVERAL
+    columns = min(most, padded(value_dim))
     q, k, v = as_rows(query), as_rows(key), as_rows(value)
     before = [x.contiguous() for x in sums]
     out = query.new_empty(*query.shape[:-1], value_dim)
@@ -58,7 +59,7 @@ def step(
         BLOCK_V=columns,
         ROWS=2 if groups == 1 else max(16, triton.next_power_of_2(groups + 1)),
         GROUP=plan.group,
-        num_warps=_WARPS if groups == 1 else 2 * _WARPS,
+        num_warps=warps,
         num_stages=2,
     )
     return [out, *after]

@@ -1,0 +1,162 @@
+"""Calls of the fused kernels: which of them they can run, and how a call is put together.
+
+Shapes are those of `dispatch`. Triton is imported where a kernel is called, and not before.
+"""
+
+import importlib.util
+import os
+
+import torch
+from torch import Tensor
+
+from schoenbat.ops.blocks import FeatureMap
+from schoenbat.ops.eager_causal import Before, Sums
+from schoenbat.ops.library import as_operators
+from schoenbat.ops.unit_rows import UnitRows
+
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+# Triton's interpreter runs kernels on the CPU, slowly: for tests.
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+WIDEST_HEAD, WIDEST_TRAINED, WIDEST_VALUE = 256, 128, 128
+"""Wider values are attended to in parts."""
+
+
+def obstacle(query: Tensor, value: Tensor) -> str | None:
+    """Why the fused kernels cannot run a call; None if they can."""
+    if not (_HAS_TRITON and (query.is_cuda or _INTERPRETED)):
+        return f"it needs the package triton and a CUDA device, the query is on {query.device}"
+    if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"it knows float16, bfloat16 and float32, the query is {query.dtype}"
+    if query.shape[-1] > WIDEST_HEAD:
+        return f"heads are at most {WIDEST_HEAD} wide, got {query.shape[-1]}"
+    if value.shape[-1] > WIDEST_VALUE:
+        return f"values of a state are at most {WIDEST_VALUE} wide, got {value.shape[-1]}"
+    if not query.shape[0] * query.shape[1]:
+        return "there is nothing in the batch"
+    if not as_operators():
+        return "it has no derivative under torch.func transforms"
+    return None
+
+
+def state_obstacle(sums: Sums, feature_map: FeatureMap) -> str | None:
+    """What a state may have that the fused kernels do not know."""
+    if sums.feature_value.dtype != torch.float32:
+        return f"it goes on from a float32 state, got {sums.feature_value.dtype}"
+    return training_obstacle(feature_map)
+
+
+def training_obstacle(feature_map: FeatureMap) -> str | None:
+    """What keeps kernels that do not train a map from running a call."""
+    if _is_trained(feature_map):
+        return "with sums or a window it gives no gradients to a trainable map yet"
+    return None
+
+
+def _is_trained(feature_map: FeatureMap) -> bool:
+    """Whether gradients are wanted for the map itself."""
+    tensors = *feature_map.blocks.maps, feature_map.weight, feature_map.coefficients
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+
+def map_obstacle(query: Tensor, feature_map: FeatureMap) -> str | None:
+    """What keeps the fused kernels from training a map: see `plan.make_plan`."""
+    if _is_trained(feature_map) and query.shape[-1] > WIDEST_TRAINED:
+        return f"it trains maps of heads at most {WIDEST_TRAINED} wide, got {query.shape[-1]}"
+    return None
+
+
+def accumulate(key: Tensor, value: Tensor, mask: Tensor | None, feature_map: FeatureMap) -> Sums:
+    from schoenbat.ops.triton import library
+
+    plan, _, flags = lay_out(key, feature_map, key.dtype, wide=True)
+    return Sums(*library.summarize(key, value, mask, plan, flags, feature_map.key_scale))
+
+
+def read(query: Tensor, before: Before, feature_map: FeatureMap, query_scale: Tensor) -> Tensor:
+    from schoenbat.ops.triton import library
+
+    plan, _, flags = lay_out(query, feature_map, query.dtype, wide=True)
+    small = plan, feature_map.coefficients, query_scale, flags
+    return library.read(query, list(before.sums), before.seen, *small)[0]
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    feature_map: FeatureMap,
+    query_scale: Tensor,
+    unit_rows: UnitRows | None,
+) -> Tensor:
+    from schoenbat.ops.triton import library
+
+    unit, eps = (0, 0.0) if unit_rows is None else (unit_rows.code, unit_rows.eps)
+    plan, trained, flags = lay_out(query, feature_map, query.dtype, wide=True)
+    small = plan, trained, feature_map.coefficients, query_scale, flags, feature_map.key_scale, unit, eps
+    # Each column of the values is mixed for itself, whatever stands beside it.
+    parts = [library.attend(query, key, part, mask, *small)[0] for part in value.split(WIDEST_VALUE, dim=-1)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+def attend_causal(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    feature_map: FeatureMap,
+    query_scale: Tensor,
+    before: Before | None,
+) -> Tensor:
+    from schoenbat.ops.triton import library
+
+    plan, trained, flags = lay_out(query, feature_map, query.dtype)
+    small = plan, trained, feature_map.coefficients, query_scale, flags, feature_map.key_scale
+    sums, count = ([], None) if before is None else (list(before.sums), before.seen)
+    parts = [
+        library.attend_causal(query, key, part, mask, sums, count, *small)[0]
+        for part in value.split(WIDEST_VALUE, dim=-1)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+def lay_out(
+    query: Tensor, feature_map: FeatureMap, dtype: torch.dtype, *, wide: bool = False
+) -> tuple[list[Tensor], list[Tensor], list[int]]:
+    """The map as the kernels take it, and what of it is trained."""
+    from schoenbat.ops.triton import launch, plan
+
+    both, block_d = (feature_map.blocks, feature_map.weight), launch.padded(query.shape[-1])
+    trained = plan.trained_map(*both) if _is_trained(feature_map) else []
+    with torch.no_grad():  # gradients go to what is trained, not through the plan
+        planned = plan.plan_for(*both, dtype, block_d, wide)
+    return planned.tensors, trained, planned.flags
+
+
+def step(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    before: Before,
+    feature_map: FeatureMap,
+    query_scale: Tensor,
+) -> tuple[Tensor, Sums]:
+    """One token without gradients by one kernel; else a causal call, and the sums by a pass of their own."""
+    from schoenbat.ops.triton import library
+
+    sums, count = before
+    if not _is_decoding(query, key, value, *sums, query_scale):
+        out = attend_causal(query, key, value, mask, feature_map, query_scale, before)
+        more = accumulate(key, value, mask, feature_map)
+        return out, Sums(*(old + new for old, new in zip(sums, more, strict=True)))
+    plan, _, flags = lay_out(query, feature_map, torch.float32)
+    small = plan, feature_map.coefficients, query_scale, flags, feature_map.key_scale
+    out, *after = library.step(query, key, value, mask, count, list(sums), *small)
+    return out, Sums(*after)
+
+
+def _is_decoding(query: Tensor, *others: Tensor) -> bool:
+    """One token, and no gradients wanted: what the decoding kernel does."""
+    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (query, *others))
+    return query.shape[-2] == 1 and not wanted
