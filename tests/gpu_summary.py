@@ -1,48 +1,53 @@
 """What GPU tests gave: ``python tests/gpu_summary.py REPORT.xml ...`` after ``pytest --junitxml=REPORT.xml``.
 
-Writes benchmarks/results/tests-<gpu>.json: what ran where, how many passed in each file, and what failed.
+Writes benchmarks/results/tests-<gpu>.json: for each file what passed, what failed, and the revision that ran.
+Files that are in none of the reports stay as they are in it.
 """
 
+import json
 import sys
 import xml.etree.ElementTree as ET
-from collections import Counter
 from pathlib import Path
+from typing import Any
 
 from schoenbat.report.results import write_results
 from schoenbat.training.record import revision
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+Row = dict[str, Any]
 
 
 def outcome(case: ET.Element) -> str:
     return next((kind for kind in ("failure", "error", "skipped") if case.find(kind) is not None), "passed")
 
 
-def summarize(paths: list[Path]) -> tuple[dict[str, str], list[dict[str, object]], list[str]]:
-    """Properties of the machine, a row for each file, and the tests that failed."""
+def summarize(paths: list[Path], ran: str | None) -> tuple[dict[str, str], dict[str, Row]]:
+    """Properties of the machine, and a row for each file."""
     machine: dict[str, str] = {}
-    counts: dict[str, Counter[str]] = {}
-    failed = []
+    rows: dict[str, Row] = {}
     for path in paths:
         suite = ET.parse(path).getroot()
         machine |= {x.attrib["name"]: x.attrib["value"] for x in suite.iter("property")}
-        for case in suite.iter("testcase"):
+        for case in (x for x in suite.iter("testcase") if "classname" in x.attrib):
             file, result = case.attrib["classname"].replace(".", "/") + ".py", outcome(case)
-            counts.setdefault(file, Counter())[result] += 1
-            if result in ("failure", "error"):
-                failed.append(f"{file}::{case.attrib['name']}")
-    rows = [{"file": file} | dict(count) for file, count in sorted(counts.items())]
-    return machine, rows, failed
+            row = rows.setdefault(file, {"file": file, "revision": ran, "passed": 0, "failed": []})
+            if result == "passed":
+                row["passed"] += 1
+            elif result != "skipped":
+                row["failed"].append(case.attrib["name"])
+    return machine, rows
 
 
 def main() -> None:
-    machine, rows, failed = summarize([Path(name) for name in sys.argv[1:]])
+    machine, rows = summarize([Path(name) for name in sys.argv[1:]], revision())
     if "device" not in machine:
         sys.exit("no report of GPU tests: make test-gpu needs a CUDA device")
-    options = {"gpu": machine, "revision": revision(), "failed": failed}
-    name = machine["device"].lower().replace(" ", "-")
-    write_results(RESULTS / f"tests-{name}.json", "tests", options, rows)
-    print(f"{sum(row.get('passed', 0) for row in rows)} passed, {len(failed)} failed", *failed, sep="\n")
+    path = RESULTS / f"tests-{machine['device'].lower().replace(' ', '-')}.json"
+    known = json.loads(path.read_text())["rows"] if path.exists() else []
+    merged = {row["file"]: row for row in known} | rows
+    write_results(path, "tests", {"gpu": machine}, [merged[file] for file in sorted(merged)])
+    failed = [f"{row['file']}::{name}" for row in rows.values() for name in row["failed"]]
+    print(f"{sum(row['passed'] for row in rows.values())} passed, {len(failed)} failed", *failed, sep="\n")
     sys.exit(bool(failed))
 
 

@@ -51,7 +51,8 @@ def rmfa_window(
             as ``φ(q)·φ(k)``.
         enable_gqa: let several query heads share a key head.
         implementation: ``"auto"``, ``"reference"`` (the specification; quadratic), ``"eager"`` or
-            ``"triton"`` (fused kernels, which ``"auto"`` takes on CUDA).
+            ``"triton"`` (fused kernels, which ``"auto"`` takes on
+            CUDA for heads up to 64 wide).
 
     Returns:
         ``(..., H, n, d_v)``.
@@ -73,7 +74,7 @@ def rmfa_window(
         )
     with torch.autocast(query.device.type, enabled=False):
         feature_map = map_for(features, inputs.key)
-        obstacle = window_fused.obstacle(inputs.query, inputs.value, feature_map)
+        obstacle = window_fused.obstacle(inputs.query, inputs.value, feature_map, implementation)
         attend = _ATTEND[dispatch.choose(implementation, obstacle, query)]
         if not torch.compiler.is_compiling():  # where it would make every size an expression of the length
             width = min(width, max(key.shape[-2] - 1, 0))

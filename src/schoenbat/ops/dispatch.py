@@ -55,7 +55,8 @@ def attend(
     """
     if before is None:
         obstacle = fused.obstacle(query, value[..., : fused.WIDEST_VALUE])
-        chosen = choose(implementation, obstacle or fused.map_obstacle(query, feature_map), query)
+        obstacle = obstacle or fused.map_obstacle(query, value, feature_map, implementation)
+        chosen = choose(implementation, obstacle, query)
     else:
         obstacle = fused.obstacle(query, value) or fused.state_obstacle(before.sums, feature_map)
         chosen = _choose_with_sums(implementation, obstacle, query)

@@ -11,12 +11,12 @@ from schoenbat.ops.window import Window
 WIDEST_HEAD = 128
 
 
-def obstacle(query: Tensor, value: Tensor, feature_map: FeatureMap) -> str | None:
+def obstacle(query: Tensor, value: Tensor, feature_map: FeatureMap, implementation: str) -> str | None:
     """Why the fused kernels cannot run a call; None if they can."""
     found = fused.obstacle(query, value[..., : fused.WIDEST_VALUE]) or fused.training_obstacle(feature_map)
     if query.shape[-1] > WIDEST_HEAD:
         found = found or f"with a window heads are at most {WIDEST_HEAD} wide, got {query.shape[-1]}"
-    return found
+    return found or fused.unless_named(query, value, implementation)
 
 
 def attend(
