@@ -7,10 +7,11 @@ import pytest
 from run_records import RECORD
 
 from schoenbat.report.results import write_results
+from schoenbat.training.cells import SweepOptions
 from schoenbat.training.gathered import gather, read_runs
 from schoenbat.training.protocol import Protocol
 from schoenbat.training.record import EXPERIMENT, RESULT, Accuracy, read_result, run_directory
-from schoenbat.training.sweep import DONE, Skipped, SweepOptions, run
+from schoenbat.training.sweep import DONE, Skipped, run
 
 
 def leave(directory, **changes):

@@ -15,26 +15,21 @@ from pathlib import Path
 import pytest
 
 from schoenbat.training import sweep
+from schoenbat.training.cells import Cell, SweepOptions, is_done
 from schoenbat.training.protocol import Protocol
-from schoenbat.training.record import CHECKPOINT, LOG, RESULT
+from schoenbat.training.record import CHECKPOINT, LOG, RESULT, read_result
 from schoenbat.training.sweep import (
     DONE,
     LOCKED,
-    Cell,
     Failed,
     Finished,
     OutOfBudget,
     Progressed,
     Skipped,
     Started,
-    SweepOptions,
     _last_words,
-    is_done,
     parse_duration,
-    parse_train_option,
     read_progress,
-    read_result,
-    train_command,
 )
 
 # Trains nothing, but leaves the files that training leaves. The mode is what it does instead of training.
@@ -160,53 +155,6 @@ def test_what_is_no_duration_is_explained(text):
         parse_duration(text)
 
 
-@pytest.mark.parametrize("text", ["steps", "steps=", "=3", "", "compile=true"])
-def test_a_train_option_without_name_or_value_is_explained(text):
-    with pytest.raises(ValueError, match="as in steps=1000, nor compile, no-compile or keep-zeros"):
-        parse_train_option(text)
-
-
-@pytest.mark.parametrize(
-    ("more", "problem"),
-    [
-        ({"tasks": ("txt",)}, "unknown task 'txt'"),
-        ({"attentions": ("sofmax",)}, "unknown attention 'sofmax'"),
-        ({"attentions": ("rfa:colour=3",)}, "colour"),
-        ({"jobs": 0}, "at least 1 job, got 0"),
-        ({"train_options": (("steps", "many"),)}, "whole number, got 'many'"),
-        ({"train_options": (("seed", "3"),)}, "'seed' is the sweep's own"),
-    ],
-)
-def test_wrong_options_are_refused_before_anything_runs(options, more, problem):
-    with pytest.raises(ValueError, match=problem):
-        options(**more)
-
-
-def test_a_first_seed_is_complete_before_a_second(options):
-    cells = options(("text", "image"), ("softmax", "rfa"), seeds=2).cells
-    assert [(cell.seed, cell.task, cell.attention) for cell in cells] == [
-        (seed, task, attention)
-        for seed in (0, 1)
-        for task in ("text", "image")
-        for attention in ("softmax", "rfa")
-    ]
-
-
-def test_timing_takes_one_run_at_a_time_and_one_of_each(options):
-    timed = options(seeds=3, jobs=4, timing=True)
-    assert timed.parallel == 1
-    assert timed.cells == [Cell("text", "softmax", 0, timing=True)]
-    command = train_command(timed.cells[0], timed)
-    assert "--timing" in command
-    assert "--shared-device" not in command
-
-
-def test_the_command_says_whether_the_device_is_shared(options):
-    alone, shared = options(), options(jobs=2)
-    assert "--shared-device" not in train_command(alone.cells[0], alone)
-    assert "--shared-device" in train_command(shared.cells[0], shared)
-
-
 def test_everything_is_run_once(options, stand_in):
     chosen = options(("text", "image"), seeds=2)
     events = list(sweep.run(chosen, stand_in(chosen)))
@@ -224,10 +172,6 @@ def test_a_result_with_another_setting_than_the_published_one_is_not_the_one_ask
     path.write_text(path.read_text().replace('"batch_size": 32', '"batch_size": 4'))
     assert not is_done(cell, chosen)
     assert is_done(cell, options(train_options=(("steps", "100"), ("batch-size", "4"))))
-
-
-def test_a_cell_that_is_named_twice_is_run_once(options):
-    assert len(options(tasks=("text", "text"), attentions=("softmax", "softmax")).cells) == 1
 
 
 def test_the_panel_of_an_error_is_what_a_run_ended_with():
@@ -374,8 +318,8 @@ def test_a_killed_sweep_is_continued(options, stand_in):
     chosen = options(("image", "text"))
     command = [stand_in(chosen, text="deaf")(cell) for cell in chosen.cells]
     program = (
-        "from pathlib import Path\nfrom schoenbat.training import sweep\n"
-        f"options = sweep.SweepOptions(('image', 'text'), ('softmax',), out=Path({str(chosen.out)!r}), "
+        "from pathlib import Path\nfrom schoenbat.training import cells, sweep\n"
+        f"options = cells.SweepOptions(('image', 'text'), ('softmax',), out=Path({str(chosen.out)!r}), "
         f"train_options=(('steps', '100'),))\ncommands = dict(zip(options.cells, {command!r}))\n"
         "list(sweep.run(options, commands.__getitem__))"
     )

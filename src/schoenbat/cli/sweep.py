@@ -14,7 +14,8 @@ from schoenbat.cli.terminal import console, explained, print_files, progress_bar
 from schoenbat.experiments.groups import GROUPS, Group, find_group
 
 if TYPE_CHECKING:
-    from schoenbat.training.sweep import Cell, Event, SweepOptions
+    from schoenbat.training.cells import Cell, SweepOptions
+    from schoenbat.training.sweep import Event
 
 app = typer.Typer()
 
@@ -63,7 +64,8 @@ def sweep(
 
     The exit code is 1 if a run failed, and 0 if all are done or the budget is spent.
     """
-    from schoenbat.training.sweep import SweepOptions, parse_duration
+    from schoenbat.training.cells import SweepOptions
+    from schoenbat.training.sweep import parse_duration
 
     with explained():
         chosen = _choose(attentions, group)
@@ -85,7 +87,7 @@ def sweep(
 
 def _train_options(group: Group, texts: list[str]) -> tuple[tuple[str, str], ...]:
     """What was given; for what was not, the group's own."""
-    from schoenbat.training.sweep import parse_train_option
+    from schoenbat.training.cells import parse_train_option
 
     own = {} if group.steps is None else {"steps": str(group.steps)}
     return tuple((own | dict(parse_train_option(text) for text in texts)).items())

@@ -1,0 +1,194 @@
+"""The runs of a sweep: which there are, how each is trained, and what counts as done."""
+
+import math
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from schoenbat.registry import build_attention
+from schoenbat.training.protocol import OF_WHOLE_RUNS, Protocol
+from schoenbat.training.record import RESULT, RunResult, read_result, run_directory
+
+GRACE = 20.0
+"""Seconds that a run has to save its checkpoint once it was asked to end."""
+# What a sweep says itself to `lra train`.
+_OWN_OPTIONS = ("task", "attention", "seed", "data", "out", "resume", "timing", "shared-device")
+# Options of `lra train` without a value, and what its results call them.
+_FLAGS = {
+    "compile": ("compiled", "true"),
+    "no-compile": ("compiled", "false"),
+    "keep-zeros": ("hide_zeros", "false"),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One training run of a sweep.
+
+    >>> str(Cell("text", "softmax", 2))
+    'text softmax seed 2'
+    """
+
+    task: str
+    attention: str
+    seed: int
+    timing: bool = False
+
+    def directory(self, out: Path) -> Path:
+        return run_directory(out, self.task, self.attention, self.seed, timing=self.timing)
+
+    def __str__(self) -> str:
+        return f"{self.task} {self.attention} {'timing' if self.timing else f'seed {self.seed}'}"
+
+
+@dataclass(frozen=True)
+class SweepOptions:
+    """What a sweep trains and how.
+
+    >>> SweepOptions(("text",), ("softmax",), seeds=0)
+    Traceback (most recent call last):
+    ...
+    ValueError: a sweep needs at least 1 seed, got 0
+    """
+
+    tasks: tuple[str, ...]
+    attentions: tuple[str, ...]
+    seeds: int = 1
+    """Seeds 0 to ``seeds - 1``."""
+    jobs: int = 1
+    """How many runs at once; of runs that are timed, always one."""
+    budget: float = math.inf
+    """Seconds after which everything has ended, `GRACE` included."""
+    timing: bool = False
+    """Time every task and attention once instead of training."""
+    data: Path = Path("data")
+    out: Path = Path("runs")
+    known: Path | None = None
+    """A file of gathered runs: what is in it is done."""
+    train_options: tuple[tuple[str, str], ...] = ()
+    """Further options of ``lra train``, as names without dashes and values; flags have the value ``""``."""
+
+    def __post_init__(self) -> None:
+        for name, count in [("seed", self.seeds), ("job", self.jobs)]:
+            if count < 1:
+                raise ValueError(f"a sweep needs at least 1 {name}, got {count}")
+        for task in self.tasks:
+            self.steps(task)
+        for attention in self.attentions:
+            build_attention(attention, head_dim=32, num_heads=2, max_length=64)
+        for name, _ in self.train_options:
+            if name in _OWN_OPTIONS:
+                raise ValueError(f"train option {name!r} is the sweep's own to set; leave it out")
+
+    @property
+    def parallel(self) -> int:
+        """How many runs at once: a run that is timed has the machine to itself."""
+        return 1 if self.timing else self.jobs
+
+    def steps(self, task: str) -> int:
+        """How many steps a run of ``task`` is trained: those that were given, else the published ones."""
+        given = dict(self.train_options).get("steps")
+        if given is None:
+            return Protocol.paper(task).steps
+        if not given.isdecimal():
+            raise ValueError(f"train option steps is a whole number, got {given!r}")
+        return Protocol.paper(task, steps=int(given)).steps
+
+    @property
+    def cells(self) -> list[Cell]:
+        """Seed by seed, so that a whole first seed comes before a second one.
+
+        >>> [str(cell) for cell in SweepOptions(("text", "image"), ("softmax",), seeds=2).cells]
+        ['text softmax seed 0', 'image softmax seed 0', 'text softmax seed 1', 'image softmax seed 1']
+        """
+        return [
+            Cell(task, attention, seed, self.timing)
+            for seed in range(1 if self.timing else self.seeds)
+            for task in dict.fromkeys(self.tasks)
+            for attention in dict.fromkeys(self.attentions)
+        ]
+
+
+def parse_train_option(text: str) -> tuple[str, str]:
+    """Name and value of an option that is handed on to ``lra train``; a flag has no value.
+
+    >>> parse_train_option("batch-size=16"), parse_train_option("keep-zeros")
+    (('batch-size', '16'), ('keep-zeros', ''))
+    """
+    name, _, value = (part.strip() for part in text.partition("="))
+    name = name.removeprefix("--").replace("_", "-")
+    if not name or bool(value) == (name in _FLAGS):
+        *flags, last = _FLAGS
+        raise ValueError(
+            f"train option {text!r} is neither a name with a value, as in steps=1000, nor "
+            f"{', '.join(flags)} or {last}"
+        )
+    return name, value
+
+
+def train_command(cell: Cell, options: SweepOptions) -> list[str]:
+    """The command that trains one cell.
+
+    >>> options = SweepOptions(("text",), ("softmax",), jobs=2, train_options=(("steps", "10"),))
+    >>> " ".join(train_command(options.cells[0], options)[5:])
+    '--task text --attention softmax --seed 0 --data data --out runs --resume --shared-device --steps 10'
+    """
+    command = [sys.executable, "-m", "schoenbat.cli", "lra", "train"]
+    named = {"task": cell.task, "attention": cell.attention, "seed": cell.seed}
+    for name, value in {**named, "data": options.data, "out": options.out}.items():
+        command += [f"--{name}", str(value)]
+    # A run that is only timed keeps no checkpoint.
+    command.append("--timing" if cell.timing else "--resume")
+    if options.parallel > 1:
+        command.append("--shared-device")
+    for name, value in options.train_options:
+        command += [f"--{name}"] if name in _FLAGS else [f"--{name}", value]
+    return command
+
+
+def is_known(cell: Cell, options: SweepOptions, known: Iterable[RunResult]) -> bool:
+    """Whether one of the ``known`` results is what the sweep asks of the cell."""
+    return any(
+        result.timing == cell.timing
+        and result.record.task == cell.task
+        and disagreement(result, cell, options) is None
+        for result in known
+    )
+
+
+def is_done(cell: Cell, options: SweepOptions) -> bool:
+    """Whether the cell has a readable result that was trained with what the sweep asks for."""
+    try:
+        return disagreement(read_result(cell.directory(options.out) / RESULT), cell, options) is None
+    except ValueError:
+        return False
+
+
+def disagreement(result: RunResult, cell: Cell, options: SweepOptions) -> str | None:
+    """How a result was trained otherwise than the sweep asks for, None where it was not."""
+    recorded = result.settings | asdict(result.record)
+    wanted = {"task": cell.task, "attention": cell.attention, "seed": str(cell.seed)}
+    for name, value in options.train_options:
+        known, value = _FLAGS.get(name, (name.replace("-", "_"), value))
+        wanted[known] = value
+    # What was not given is as published.
+    for name, value in asdict(Protocol.paper(cell.task, steps=options.steps(cell.task))).items():
+        if not isinstance(value, tuple):
+            wanted.setdefault(name, str(value))
+    if cell.timing:
+        # A run that is timed does not take all its steps.
+        wanted = {name: value for name, value in wanted.items() if name not in OF_WHOLE_RUNS}
+    for name in wanted:
+        if name in recorded and not _same_value(recorded[name], wanted[name]):
+            return f"{name} {recorded[name]}, not {wanted[name]}"
+    return None
+
+
+def _same_value(recorded: Any, text: str) -> bool:
+    """Whether an option that was written as ``text`` has the value ``recorded``."""
+    try:
+        return float(recorded) == float(text)
+    except (TypeError, ValueError):
+        return str(recorded).lower() == text.lower()

@@ -1,0 +1,65 @@
+"""Which runs a sweep has, and how each is called."""
+
+import pytest
+
+from schoenbat.training.cells import Cell, SweepOptions, parse_train_option, train_command
+
+
+@pytest.fixture
+def options(tmp_path):
+    def make(tasks=("text",), attentions=("softmax",), **more):
+        more = {"train_options": (("steps", "100"),)} | more
+        return SweepOptions(tasks, attentions, out=tmp_path / "runs", data=tmp_path, **more)
+
+    return make
+
+
+@pytest.mark.parametrize("text", ["steps", "steps=", "=3", "", "compile=true"])
+def test_a_train_option_without_name_or_value_is_explained(text):
+    with pytest.raises(ValueError, match="as in steps=1000, nor compile, no-compile or keep-zeros"):
+        parse_train_option(text)
+
+
+@pytest.mark.parametrize(
+    ("more", "problem"),
+    [
+        ({"tasks": ("txt",)}, "unknown task 'txt'"),
+        ({"attentions": ("sofmax",)}, "unknown attention 'sofmax'"),
+        ({"attentions": ("rfa:colour=3",)}, "colour"),
+        ({"jobs": 0}, "at least 1 job, got 0"),
+        ({"train_options": (("steps", "many"),)}, "whole number, got 'many'"),
+        ({"train_options": (("seed", "3"),)}, "'seed' is the sweep's own"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_runs(options, more, problem):
+    with pytest.raises(ValueError, match=problem):
+        options(**more)
+
+
+def test_a_first_seed_is_complete_before_a_second(options):
+    cells = options(("text", "image"), ("softmax", "rfa"), seeds=2).cells
+    assert [(cell.seed, cell.task, cell.attention) for cell in cells] == [
+        (seed, task, attention)
+        for seed in (0, 1)
+        for task in ("text", "image")
+        for attention in ("softmax", "rfa")
+    ]
+
+
+def test_timing_takes_one_run_at_a_time_and_one_of_each(options):
+    timed = options(seeds=3, jobs=4, timing=True)
+    assert timed.parallel == 1
+    assert timed.cells == [Cell("text", "softmax", 0, timing=True)]
+    command = train_command(timed.cells[0], timed)
+    assert "--timing" in command
+    assert "--shared-device" not in command
+
+
+def test_the_command_says_whether_the_device_is_shared(options):
+    alone, shared = options(), options(jobs=2)
+    assert "--shared-device" not in train_command(alone.cells[0], alone)
+    assert "--shared-device" in train_command(shared.cells[0], shared)
+
+
+def test_a_cell_that_is_named_twice_is_run_once(options):
+    assert len(options(tasks=("text", "text"), attentions=("softmax", "softmax")).cells) == 1
