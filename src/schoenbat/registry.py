@@ -62,7 +62,7 @@ def attention_options(name: str) -> tuple[str, ...]:
     """The options that the attention ``name`` takes in `build_attention`.
 
     >>> attention_options("softmax")
-    ('naive', 'qk_norm', 'scale', 'dropout', 'causal', 'rotary', 'conv', 'head_norm')
+    ('naive', 'qk_norm', 'scale', 'window', 'dropout', 'causal', 'rotary', 'conv', 'head_norm')
     """
     if name not in _ATTENTIONS:
         raise ValueError(f"unknown attention {name!r}; known are {', '.join(_ATTENTIONS)}")
