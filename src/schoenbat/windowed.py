@@ -35,7 +35,7 @@ def rmfa_window(
 
     ``out = (Σ_near exp(s⟨q, k⟩) v + g·N) / (Σ_near exp(s⟨q, k⟩) + g·f)``: N and f are numerator and floored
     denominator of `rmfa` to the far keys alone, g is `far_weight`. Time ``O(n·(width + D))``. A width of n
-    or more is softmax attention. Gradients by recomputation, a span of rows at a time.
+    or more is softmax attention. Gradients by recomputation.
 
     Args:
         query: ``(..., H, n, d)``.
@@ -52,7 +52,7 @@ def rmfa_window(
         enable_gqa: let several query heads share a key head.
         implementation: ``"auto"``, ``"reference"`` (the specification; quadratic), ``"eager"`` or
             ``"triton"`` (fused kernels, which ``"auto"`` takes on
-            CUDA for heads up to 64 wide).
+            CUDA for heads up to 64 wide, not in float16; differentiable once).
 
     Returns:
         ``(..., H, n, d_v)``.

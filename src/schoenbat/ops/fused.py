@@ -18,7 +18,7 @@ _HAS_TRITON = importlib.util.find_spec("triton") is not None
 # Triton's interpreter runs kernels on the CPU, slowly: for tests.
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 WIDEST_HEAD, WIDEST_TRAINED, WIDEST_VALUE = 256, 128, 128
-"""Wider values are attended to in parts."""
+"""Wider values are attended to in parts, where there is no state."""
 # Trained maps and windows that are wider pass their tests in the interpreter; a GPU has not run all of them.
 _SEEN_ON_A_GPU = 64
 

@@ -30,16 +30,23 @@ def as_operators() -> bool:
     return not (transformed or torch.onnx.is_in_onnx_export())
 
 
-def _operator(name: str) -> Callable[[Callable[..., Any]], Any]:
-    """A custom operator; inside nothing is recorded, and without autocast accumulation stays in float32."""
+def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
+    """A custom operator: nothing is recorded inside, and nothing cast, so that accumulation stays in float32.
+
+    Triton launches on the current GPU: that is made the one where the first tensor lies.
+    """
 
     def register(function: Callable[..., Any]) -> Any:
         @wraps(function)
-        def without_autocast(first: Tensor, *rest: Any) -> Any:
-            with torch.autocast(first.device.type, enabled=False), torch.no_grad():
+        def alone(first: Tensor, *rest: Any) -> Any:
+            with (
+                torch.cuda.device_of(first),
+                torch.autocast(first.device.type, enabled=False),
+                torch.no_grad(),
+            ):
                 return function(first, *rest)
 
-        return torch.library.custom_op(f"schoenbat::{name}", without_autocast, mutates_args=())
+        return torch.library.custom_op(f"schoenbat::{name}", alone, mutates_args=())
 
     return register
 
@@ -48,7 +55,7 @@ def _empty_like(*tensors: Tensor) -> list[Tensor]:
     return [torch.empty_like(t) for t in tensors]
 
 
-@_operator("eager_summarize")
+@operator("eager_summarize")
 def summarize(
     key: Tensor,
     value: Tensor,
@@ -68,7 +75,7 @@ def _(key: Tensor, value: Tensor, mask: Any, maps: Any, layout: Any, key_scale: 
     return [key.new_empty(*lead, *shape, dtype=dtype) for shape in shapes]
 
 
-@_operator("eager_summarize_backward")
+@operator("eager_summarize_backward")
 def summarize_backward(
     key: Tensor,
     value: Tensor,
@@ -108,7 +115,7 @@ def _summarize_gradient(ctx: Any, grad: list[Tensor]) -> tuple[Any, ...]:
 summarize.register_autograd(_summarize_gradient, setup_context=_summarize_context)
 
 
-@_operator("eager_read")
+@operator("eager_read")
 def read(
     query: Tensor,
     summary: Sequence[Tensor],
@@ -134,7 +141,7 @@ def _(
     return query.new_empty(*query.shape[:-1], summary[0].shape[-1])
 
 
-@_operator("eager_read_backward")
+@operator("eager_read_backward")
 def read_backward(
     grad: Tensor,
     query: Tensor,
@@ -186,7 +193,7 @@ def _read_gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 read.register_autograd(_read_gradient, setup_context=_read_context)
 
 
-@_operator("eager_scan")
+@operator("eager_scan")
 def scan(
     query: Tensor,
     key: Tensor,
@@ -212,7 +219,7 @@ def _(query: Tensor, key: Any, value: Tensor, mask: Any, count: Any, sums: Any, 
     return [query.new_empty(*query.shape[:-1], value.shape[-1]), *_empty_like(*sums)]
 
 
-@_operator("eager_scan_backward")
+@operator("eager_scan_backward")
 def scan_backward(
     query: Tensor,
     key: Tensor,

@@ -159,6 +159,27 @@ def test_a_large_mean_is_not_rounded_with():
     assert relative_error(grads[1], right[1]) < TOLERANCE[torch.float16]
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_backward_pass_under_autocast_is_not_rounded(is_causal):
+    """The mean of the values would show."""
+    features = make_map("exact-low", 16, 40, dtype=torch.float32, device=DEVICE)
+    inputs = [x.requires_grad_() for x in draw(12, 16, 16, heads=1, key_heads=1, batch=1, mean=30.0)]
+    out = in_pieces(*inputs, features, None, None, (5, 12), is_causal, "triton")
+    grad = rows(*out.shape, seed=7, dtype=torch.float32).to(DEVICE)
+    right = torch.autograd.grad(out, inputs, grad, retain_graph=True)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        got = torch.autograd.grad(out, inputs, grad)
+    assert all(torch.equal(a, b) for a, b in zip(got, right, strict=True))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_map_of_constants_alone(is_causal):
+    features = make_map("paper", 16, 2, dtype=torch.float32, device=DEVICE, seed=1)
+    assert features.degrees == (0, 0)
+    tensors = draw(12, 16, 16, heads=1, key_heads=1, batch=1)
+    assert_pieces_make_the_whole(features, tensors, (5, 12), is_causal)
+
+
 def test_operators_are_well_formed():
     from schoenbat.ops.triton import library
     from schoenbat.ops.triton.plan import make_plan

@@ -57,9 +57,9 @@ class Axis(NamedTuple):
     def of(cls, queries: int, keys: int, shape: Shape, plan: Plan) -> "Axis":
         """Chunks so long that all their sums take no more memory than query, key, value and output."""
         tiles = tiles_for(shape.dtype, shape.block_d, shape.block_v, plan.quadratic)
-        chunk = triton.cdiv(
-            plan.num_features * shape.block_v, 2 * tiles.block * (shape.block_d + shape.block_v)
-        )
+        rows = 2 * tiles.block * (shape.block_d + shape.block_v)
+        # A map of constants alone has no features.
+        chunk = max(1, triton.cdiv(plan.num_features * shape.block_v, rows))
         num_tiles = max(1, triton.cdiv(max(queries, keys), tiles.block))
         programs = shape.batch * shape.heads * max(1, plan.num_groups)
         segments, chunks_each = split(triton.cdiv(num_tiles, chunk), programs, tiles)
@@ -302,4 +302,5 @@ def over_groups(grad: Tensor, like: Tensor) -> Tensor:
     batch, heads = like.shape[:2]
     if grad.shape[1] == heads:
         return grad.view(like.shape)
-    return grad.view(batch, heads, -1, *like.shape[3:]).sum(2, keepdim=True).to(like.dtype)
+    groups = grad.shape[1] // heads
+    return grad.view(batch, heads, groups, *like.shape[3:]).sum(2, keepdim=True).to(like.dtype)

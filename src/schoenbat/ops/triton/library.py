@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from schoenbat.ops.library import operator
 from schoenbat.ops.triton import launch, launch_causal, launch_decode, launch_map, launch_state
 from schoenbat.ops.triton.plan import Plan
 from schoenbat.ops.triton.state import empty_state
 
 
-@torch.library.custom_op("schoenbat::triton_attend", mutates_args=())
+@operator("triton_attend")
 def attend(
     query: Tensor,
     key: Tensor,
@@ -49,7 +50,7 @@ def _output_and_summary(query: Tensor, value: Tensor, plan: Plan) -> list[Tensor
     return [out, query.new_empty(sums), *(query.new_empty(s, dtype=torch.float32) for s in others)]
 
 
-@torch.library.custom_op("schoenbat::triton_attend_backward", mutates_args=())
+@operator("triton_attend_backward")
 def attend_backward(
     grad: Tensor,
     query: Tensor,
@@ -115,7 +116,7 @@ def _gradient(ctx: Any, grad: list[Tensor]) -> tuple[Any, ...]:
 attend.register_autograd(_gradient, setup_context=_context)
 
 
-@torch.library.custom_op("schoenbat::triton_summarize", mutates_args=())
+@operator("triton_summarize")
 def summarize(
     key: Tensor,
     value: Tensor,
@@ -133,7 +134,7 @@ def _(key: Tensor, value: Tensor, mask: Any, plan: Any, flags: Any, key_scale: f
     return empty_state(key, value, Plan.of(plan, flags))
 
 
-@torch.library.custom_op("schoenbat::triton_summarize_backward", mutates_args=())
+@operator("triton_summarize_backward")
 def summarize_backward(
     key: Tensor,
     value: Tensor,
@@ -167,7 +168,7 @@ def _summarize_gradient(ctx: Any, grad: list[Tensor]) -> tuple[Any, ...]:
 summarize.register_autograd(_summarize_gradient, setup_context=_summarize_context)
 
 
-@torch.library.custom_op("schoenbat::triton_read", mutates_args=())
+@operator("triton_read")
 def read(
     query: Tensor,
     sums: Sequence[Tensor],
@@ -188,7 +189,7 @@ def _(
     return _output_and_summary(query, sums[3], Plan.of(plan, flags))
 
 
-@torch.library.custom_op("schoenbat::triton_read_backward", mutates_args=())
+@operator("triton_read_backward")
 def read_backward(
     grad: Tensor,
     query: Tensor,
@@ -228,7 +229,7 @@ def _read_gradient(ctx: Any, grad: list[Tensor]) -> tuple[Any, ...]:
 read.register_autograd(_read_gradient, setup_context=_read_context)
 
 
-@torch.library.custom_op("schoenbat::triton_attend_causal", mutates_args=())
+@operator("triton_attend_causal")
 def attend_causal(
     query: Tensor,
     key: Tensor,
@@ -263,7 +264,7 @@ def _(
     return [query.new_empty(*query.shape[:-1], value.shape[-1]), *by_row, *sums]
 
 
-@torch.library.custom_op("schoenbat::triton_attend_causal_backward", mutates_args=())
+@operator("triton_attend_causal_backward")
 def attend_causal_backward(
     grad: Tensor,
     query: Tensor,
@@ -322,7 +323,7 @@ def _causal_gradient(ctx: Any, grad: list[Tensor]) -> tuple[Any, ...]:
 attend_causal.register_autograd(_causal_gradient, setup_context=_causal_context)
 
 
-@torch.library.custom_op("schoenbat::triton_step", mutates_args=())
+@operator("triton_step")
 def step(
     query: Tensor,
     key: Tensor,

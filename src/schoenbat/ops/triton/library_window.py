@@ -6,12 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from schoenbat.ops.library import operator
 from schoenbat.ops.triton import launch_window
 from schoenbat.ops.triton.launch_window import Call, Near
 from schoenbat.ops.triton.plan import Plan
 
 
-@torch.library.custom_op("schoenbat::triton_attend_window", mutates_args=())
+@operator("triton_attend_window")
 def attend(
     query: Tensor,
     key: Tensor,
@@ -44,7 +45,7 @@ def _(
     return [out, *by_row, query.new_empty(sums), *(query.new_empty(x, dtype=torch.float32) for x in others)]
 
 
-@torch.library.custom_op("schoenbat::triton_attend_window_backward", mutates_args=())
+@operator("triton_attend_window_backward")
 def attend_backward(
     grad: Tensor,
     query: Tensor,

@@ -5,7 +5,7 @@ out once, too: see `plan_for`.
 """
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -168,7 +168,7 @@ def _cached(make: Callable[..., Any]) -> Callable[..., Any]:
     return make.__wrapped__ if is_fake else make  # type: ignore[attr-defined]
 
 
-@lru_cache(maxsize=64)
+@cache
 def _layout(
     num_linear: int,
     directions: int,
@@ -193,7 +193,7 @@ def _layout(
     )
 
 
-@lru_cache(maxsize=64)
+@cache
 def _places(
     num_linear: int, directions: int, num_pairs: int, tail: tuple[int, ...], device: torch.device
 ) -> list[Tensor]:
