@@ -5,6 +5,7 @@ Shapes are those of `dispatch`. Triton is imported where a kernel is called, and
 
 import importlib.util
 import os
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -105,9 +106,7 @@ def attend(
     unit, eps = (0, 0.0) if unit_rows is None else (unit_rows.code, unit_rows.eps)
     plan, trained, flags = lay_out(query, feature_map, query.dtype, wide=True)
     small = plan, trained, feature_map.coefficients, query_scale, flags, feature_map.key_scale, unit, eps
-    # Each column of the values is mixed for itself, whatever stands beside it.
-    parts = [library.attend(query, key, part, mask, *small)[0] for part in value.split(WIDEST_VALUE, dim=-1)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+    return in_parts(value, lambda part: library.attend(query, key, part, mask, *small)[0])
 
 
 def attend_causal(
@@ -124,10 +123,12 @@ def attend_causal(
     plan, trained, flags = lay_out(query, feature_map, query.dtype)
     small = plan, trained, feature_map.coefficients, query_scale, flags, feature_map.key_scale
     sums, count = ([], None) if before is None else (list(before.sums), before.seen)
-    parts = [
-        library.attend_causal(query, key, part, mask, sums, count, *small)[0]
-        for part in value.split(WIDEST_VALUE, dim=-1)
-    ]
+    return in_parts(value, lambda part: library.attend_causal(query, key, part, mask, sums, count, *small)[0])
+
+
+def in_parts(value: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
+    """Each column of the values is mixed for itself, whatever stands beside it: wide ones part by part."""
+    parts = [attend(part) for part in value.split(WIDEST_VALUE, dim=-1)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 

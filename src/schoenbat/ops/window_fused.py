@@ -42,9 +42,7 @@ def attend(
         far = list(window.far_rows(query, key if mask is None else torch.where(mask, key, 0.0)))
     plan, _, flags = fused.lay_out(query, feature_map, query.dtype)
     small = plan, feature_map.coefficients, query_scale, window.log_weight, flags, feature_map.key_scale
-    # Each column of the values is mixed for itself, whatever stands beside it.
-    parts = [
-        library_window.attend(query, key, part, far, mask, *small, window.width, window.is_causal)[0]
-        for part in value.split(fused.WIDEST_VALUE, dim=-1)
-    ]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+    ends = window.width, window.is_causal
+    return fused.in_parts(
+        value, lambda part: library_window.attend(query, key, part, far, mask, *small, *ends)[0]
+    )

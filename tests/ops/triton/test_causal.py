@@ -18,14 +18,6 @@ pytest.importorskip("triton")
 CONSTRUCTIONS = ["exact-low", "unbiased", "paper"]
 
 
-@pytest.fixture
-def few_programs(monkeypatch):
-    """Segments of several chunks, as long sequences have."""
-    from schoenbat.ops.triton import launch
-
-    monkeypatch.setattr(launch, "_PROGRAMS", 2)
-
-
 def draw(queries, keys, heads=1, key_heads=None, dim=16, value_dim=None, dtype=torch.float32, batch=1):
     key_heads = key_heads or heads
     shapes = (heads, queries, dim), (key_heads, keys, dim), (key_heads, keys, value_dim or dim)

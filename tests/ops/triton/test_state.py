@@ -60,14 +60,6 @@ def assert_pieces_make_the_whole(
     assert max(errors) < magnified * TOLERANCE[got.dtype], errors
 
 
-@pytest.fixture
-def few_programs(monkeypatch):
-    """Segments of several chunks, as long sequences have."""
-    from schoenbat.ops.triton import launch
-
-    monkeypatch.setattr(launch, "_PROGRAMS", 2)
-
-
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(
     ("construction", "dtype"),

@@ -21,14 +21,6 @@ pytest.importorskip("triton")
 BOTH = pytest.mark.parametrize("is_causal", [False, True])
 
 
-@pytest.fixture
-def few_programs(monkeypatch):
-    """Programs of several tiles, and segments of several chunks, as long sequences have."""
-    from schoenbat.ops.triton import launch
-
-    monkeypatch.setattr(launch, "_PROGRAMS", 2)
-
-
 def make_trained(construction, head_dim=16, num_features=40, **options):
     options = {"dtype": torch.float32, "device": DEVICE, **options}
     return make_map(construction, head_dim, num_features, trainable=True, **options)

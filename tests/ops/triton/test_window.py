@@ -17,14 +17,6 @@ from schoenbat import SchoenbAt, kernelized_attention, rmfa_window
 pytest.importorskip("triton")
 
 
-@pytest.fixture
-def few_programs(monkeypatch):
-    """Segments of several chunks, as long sequences have."""
-    from schoenbat.ops.triton import launch
-
-    monkeypatch.setattr(launch, "_PROGRAMS", 2)
-
-
 def windowed(query, key, value, features, query_map=None, key_map=None, **options):
     maps = None if query_map is None else (query_map, key_map)
     return rmfa_window(query, key, value, features, far_maps=maps, **options)
