@@ -226,8 +226,10 @@ class RMFAState:
             more, count = dispatch.accumulate(*inputs[1:4], feature_map, implementation=implementation)
             sums = Sums(*(old + new for old, new in zip(self._sums(), more, strict=True)))
         refuse_overflow(sums, self._sums(), [inputs.key, inputs.value], inputs.mask)
-        for name, tensor in vars(self._from_sums(sums, self.count + count.flatten())).items():
-            setattr(self, name, tensor)
+        # One by one: not every version of torch.compile knows how to walk through the fields.
+        after = self._from_sums(sums, self.count + count.flatten())
+        self.feature_value, self.feature_sum = after.feature_value, after.feature_sum
+        self.key_sum, self.value_sum, self.count = after.key_sum, after.value_sum, after.count
         return self
 
     def read(
