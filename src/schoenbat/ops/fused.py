@@ -80,14 +80,14 @@ def unless_named(query: Tensor, value: Tensor, implementation: str) -> str | Non
 def accumulate(key: Tensor, value: Tensor, mask: Tensor | None, feature_map: FeatureMap) -> Sums:
     from schoenbat.ops.triton import library
 
-    plan, _, flags = lay_out(key, feature_map, key.dtype, wide=True)
+    plan, _, flags = lay_out(key, feature_map, key.dtype, bidirectional=True)
     return Sums(*library.summarize(key, value, mask, plan, flags, feature_map.key_scale))
 
 
 def read(query: Tensor, before: Before, feature_map: FeatureMap, query_scale: Tensor) -> Tensor:
     from schoenbat.ops.triton import library
 
-    plan, _, flags = lay_out(query, feature_map, query.dtype, wide=True)
+    plan, _, flags = lay_out(query, feature_map, query.dtype, bidirectional=True)
     small = plan, feature_map.coefficients, query_scale, flags
     return library.read(query, list(before.sums), before.seen, *small)[0]
 
@@ -104,7 +104,7 @@ def attend(
     from schoenbat.ops.triton import library
 
     unit, eps = (0, 0.0) if unit_rows is None else (unit_rows.code, unit_rows.eps)
-    plan, trained, flags = lay_out(query, feature_map, query.dtype, wide=True)
+    plan, trained, flags = lay_out(query, feature_map, query.dtype, bidirectional=True)
     small = plan, trained, feature_map.coefficients, query_scale, flags, feature_map.key_scale, unit, eps
     return in_parts(value, lambda part: library.attend(query, key, part, mask, *small)[0])
 
@@ -133,7 +133,7 @@ def in_parts(value: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def lay_out(
-    query: Tensor, feature_map: FeatureMap, dtype: torch.dtype, *, wide: bool = False
+    query: Tensor, feature_map: FeatureMap, dtype: torch.dtype, *, bidirectional: bool = False
 ) -> tuple[list[Tensor], list[Tensor], list[int]]:
     """The map as the kernels take it, and what of it is trained."""
     from schoenbat.ops.triton import launch, plan
@@ -141,7 +141,7 @@ def lay_out(
     both, block_d = (feature_map.blocks, feature_map.weight), launch.padded(query.shape[-1])
     trained = plan.trained_map(*both) if _is_trained(feature_map) else []
     with torch.no_grad():  # gradients go to what is trained, not through the plan
-        planned = plan.plan_for(*both, dtype, block_d, wide)
+        planned = plan.plan_for(*both, dtype, block_d, bidirectional)
     return planned.tensors, trained, planned.flags
 
 

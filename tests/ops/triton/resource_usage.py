@@ -102,7 +102,7 @@ def constants_for(width, quadratic, tiles, parts):
         "IS_QUERY": True,
         "PRECISION": "ieee",
         "IDENTITY": int(quadratic),
-        "QUADRATIC": quadratic,
+        "QUADRATIC": int(quadratic),
         "UNIT": 2,
         "SINGLE": quadratic and width == 64,
         "TRAINED": False,
@@ -180,6 +180,8 @@ def main():
         parts = (1 if quadratic and width <= 64 else 4) + form.startswith("causal")
         constants = constants_for(width, quadratic, tiles, parts)
         constants |= {"DV": min(width, 128), "BLOCK_V": min(width, 128)}
+        if quadratic and form.startswith("bidirectional"):
+            constants |= {"QUADRATIC": 16}  # pairs of a projection that is so wide
         found.append(case | usage(getattr(module, name), constants, dtype, tiles))
     for quadratic, (rows, columns, warps) in itertools.product((True, False), ((2, 64, 2), (16, 32, 8))):
         tiles = Tiles(rows, warps, 2)

@@ -156,12 +156,21 @@ def test_what_is_masked_may_be_nan():
 
 @pytest.mark.parametrize(
     ("head_dim", "value_dim", "num_features"),
-    [(20, 24, 300), (20, 24, 10), (5, 3, 2), (16, 16, 17), (16, 131, 40), (130, 24, 150)],
+    [
+        (20, 24, 300),
+        (20, 24, 10),
+        (5, 3, 2),
+        (16, 16, 17),
+        (16, 131, 40),
+        (130, 24, 150),
+        (32, 16, 128),
+        (40, 24, 160),
+    ],
 )
 def test_widths_that_divide_nothing(head_dim, value_dim, num_features):
     """Complete degree 2 with a tail; projected linear features; few; none but identities; values in parts;
 
-    an identity that is spelt out.
+    an identity that is spelt out; pairs of a projection, in one wide group and in two.
     """
     features = make_map("exact-low", head_dim, num_features, dtype=torch.float32, device=DEVICE)
     widths = head_dim, head_dim, value_dim

@@ -75,7 +75,7 @@ def test_widths_that_divide_nothing(few_programs, head_dim, value_dim, num_featu
     assert_close_to_specification(features, tensors, torch.tensor([1.5]), is_causal=is_causal)
 
 
-@pytest.mark.parametrize(("head_dim", "num_features"), [(16, 100), (5, 30)])
+@pytest.mark.parametrize(("head_dim", "num_features"), [(16, 100), (5, 30), (32, 60)])
 def test_pairs_in_a_wide_group_and_pairs_with_a_tail(few_programs, head_dim, num_features):
     features = make_trained("exact-low", head_dim, num_features)
     assert_close_to_specification(features, draw(18, 18, dim=head_dim), torch.tensor([1.5]))

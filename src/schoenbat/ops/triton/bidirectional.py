@@ -12,12 +12,14 @@ import triton.language as tl
 
 from schoenbat.ops.triton.bidirectional_sums import LENGTHS
 from schoenbat.ops.triton.features import (
-    directions,
     evaluate,
     evaluate_backward,
     monomials,
     monomials_backward,
+    pair_directions,
+    pairs,
     pairs_backward,
+    projection,
 )
 from schoenbat.ops.triton.rows import (
     LOWEST_EXPONENT,
@@ -39,14 +41,15 @@ def _group_sums(p_sums, p_totals, o_first, ROWS: tl.constexpr, BLOCK_V: tl.const
 
 @triton.jit
 def _whole_tiles(
-    p_sums, p_tiles, p_linear, dtype: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, GROUP: tl.constexpr
+    p_sums, p_tiles, p_linear, dtype: tl.constexpr, QUADRATIC: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    GROUP: tl.constexpr,
 ):  # fmt: skip
     """Sums and directions of a map that is SINGLE: loaded before the loop over tiles, they stay in shared memory."""
     o_d, o_g, o_v = tl.arange(0, BLOCK_D), tl.arange(0, GROUP), tl.arange(0, BLOCK_V)
     b_s1 = tl.load(p_sums + o_d[:, None] * BLOCK_V + o_v[None, :]) * tl.load(p_linear + o_d)[:, None]
     b_s2 = tl.load(p_sums + (BLOCK_D + o_g)[:, None] * BLOCK_V + o_v[None, :])
-    b_left, b_right = directions(p_tiles, 0, BLOCK_D, GROUP), directions(p_tiles, 1, BLOCK_D, GROUP)
-    return b_s1.to(dtype), b_s2.to(dtype), b_left, b_right
+    b_left, b_right = pair_directions(p_tiles, 0, QUADRATIC, BLOCK_D, GROUP)
+    return b_s1.to(dtype), b_s2.to(dtype), projection(p_tiles, QUADRATIC, BLOCK_D, GROUP), b_left, b_right
 
 
 @triton.jit
@@ -58,9 +61,22 @@ def _whole_vectors(p_totals, p_root, p_linear, BLOCK_D: tl.constexpr, GROUP: tl.
 
 
 @triton.jit
-def _read_whole(b_x, scale, b_s1, b_s2, b_left, b_right, b_z1, b_z2, b_root, PRECISION: tl.constexpr):
+def _read_whole(
+    b_x,
+    scale,
+    b_s1,
+    b_s2,
+    b_p,
+    b_left,
+    b_right,
+    b_z1,
+    b_z2,
+    b_root,
+    QUADRATIC: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """What `_read_rows` gives."""
-    b_phi = tl.dot(b_x, b_left, input_precision=PRECISION) * tl.dot(b_x, b_right, input_precision=PRECISION)
+    b_phi = pairs(b_x, b_p, b_left, b_right, QUADRATIC, PRECISION)
     b_phi = b_phi * (b_root * (scale * scale))[None, :]
     b_total = tl.sum(b_x.to(tl.float32) * b_z1[None, :], axis=1) * scale + tl.sum(
         b_phi * b_z2[None, :], axis=1
@@ -71,16 +87,17 @@ def _read_whole(b_x, scale, b_s1, b_s2, b_left, b_right, b_z1, b_z2, b_root, PRE
 
 @triton.jit
 def _whole_backward(
-    b_rows, b_dtotal, b_x, scale, b_s1, b_s2, b_left, b_right, p_totals, p_tiles, p_root, p_linear,
-    BLOCK_D: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
+    b_rows, b_dtotal, b_x, scale, b_s1, b_s2, b_p, b_left, b_right, p_totals, p_tiles, p_root, p_linear,
+    QUADRATIC: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What `_read_rows_backward` gives."""
     b_z1, b_z2, b_root = _whole_vectors(p_totals, p_root, p_linear, BLOCK_D, GROUP)
     b_dphi = tl.dot(b_rows, tl.trans(b_s2), input_precision=PRECISION) + b_dtotal[:, None] * b_z2[None, :]
     if GROUP > BLOCK_D:
         # The factors of a wide group do not fit the registers until now: from directions loaded again they are formed again.
-        b_left, b_right = directions(p_tiles, 0, BLOCK_D, GROUP), directions(p_tiles, 1, BLOCK_D, GROUP)
-    b_dx = pairs_backward(b_dphi * (b_root * scale)[None, :], b_x, b_left, b_right, PRECISION)
+        b_p = projection(p_tiles, QUADRATIC, BLOCK_D, GROUP)
+        b_left, b_right = pair_directions(p_tiles, 0, QUADRATIC, BLOCK_D, GROUP)
+    b_dx = pairs_backward(b_dphi * (b_root * scale)[None, :], b_x, b_p, b_left, b_right, QUADRATIC, PRECISION)
     b_dx += tl.dot(b_rows, tl.trans(b_s1), input_precision=PRECISION)
     return b_dx + b_dtotal[:, None] * b_z1[None, :]
 
@@ -155,7 +172,9 @@ def read(
     slope = tl.load(p_coefficients + 3 * i_map + 2)
     b_value_mean = tl.load(p_value_mean + i_state * BLOCK_V + tl.arange(0, BLOCK_V))
     if SINGLE:
-        b_s1, b_s2, b_left, b_right = _whole_tiles(p_sums, p_tiles, p_linear, dtype, BLOCK_D, BLOCK_V, GROUP)
+        b_s1, b_s2, b_p, b_left, b_right = _whole_tiles(
+            p_sums, p_tiles, p_linear, dtype, QUADRATIC, BLOCK_D, BLOCK_V, GROUP
+        )
         b_z1, b_z2, b_root = _whole_vectors(p_totals, p_root, p_linear, BLOCK_D, GROUP)
     b_key_mean = tl.load(p_key_mean + tl.arange(0, BLOCK_D))
     for i_tile in range(i_split * TILES, tl.minimum((i_split + 1) * TILES, tl.cdiv(N, BLOCK))):
@@ -164,7 +183,7 @@ def read(
         b_x, _ = load_unit_tile(p_query, start, stride_qn, m_n, EPS, UNIT, DIM, BLOCK, BLOCK_D)
         if SINGLE:
             b_numerator, b_total = _read_whole(
-                b_x, scale, b_s1, b_s2, b_left, b_right, b_z1, b_z2, b_root, PRECISION
+                b_x, scale, b_s1, b_s2, b_p, b_left, b_right, b_z1, b_z2, b_root, QUADRATIC, PRECISION
             )
         else:
             b_numerator, b_total = _read_rows(
@@ -211,7 +230,9 @@ def read_backward(
     slope = tl.load(p_coefficients + 3 * i_map + 2)
     p_key_mean += i_state * BLOCK_D
     if SINGLE:
-        b_s1, b_s2, b_left, b_right = _whole_tiles(p_sums, p_tiles, p_linear, dtype, BLOCK_D, BLOCK_V, GROUP)
+        b_s1, b_s2, b_p, b_left, b_right = _whole_tiles(
+            p_sums, p_tiles, p_linear, dtype, QUADRATIC, BLOCK_D, BLOCK_V, GROUP
+        )
     b_dscale = tl.zeros([BLOCK], tl.float32)
     first, last = i_split, i_split + 1
     if SINGLE:  # only then is there something that tiles share
@@ -224,7 +245,7 @@ def read_backward(
         if SINGLE:
             b_z1, b_z2, b_root = _whole_vectors(p_totals, p_root, p_linear, BLOCK_D, GROUP)
             b_numerator, b_total = _read_whole(
-                b_x, scale, b_s1, b_s2, b_left, b_right, b_z1, b_z2, b_root, PRECISION
+                b_x, scale, b_s1, b_s2, b_p, b_left, b_right, b_z1, b_z2, b_root, QUADRATIC, PRECISION
             )
         else:
             b_numerator, b_total = _read_rows(
@@ -252,8 +273,8 @@ def read_backward(
         b_dx = b_dmean[:, None] * b_key_mean[None, :]
         if SINGLE:
             b_dx += _whole_backward(
-                b_rows, b_dtotal, b_x, scale, b_s1, b_s2, b_left, b_right, p_totals, p_tiles, p_root, p_linear, BLOCK_D,
-                GROUP, PRECISION,
+                b_rows, b_dtotal, b_x, scale, b_s1, b_s2, b_p, b_left, b_right, p_totals, p_tiles, p_root, p_linear, QUADRATIC,
+                BLOCK_D, GROUP, PRECISION,
             )  # fmt: skip
         else:
             b_dx += _read_rows_backward(
@@ -323,7 +344,9 @@ def key_backward(
     p_to_mean += i_state * BLOCK_V
     b_ones = tl.full([BLOCK], 1.0, tl.float32)
     if SINGLE:
-        b_s1, b_s2, b_left, b_right = _whole_tiles(p_dsums, p_tiles, p_linear, dtype, BLOCK_D, BLOCK_V, GROUP)
+        b_s1, b_s2, b_p, b_left, b_right = _whole_tiles(
+            p_dsums, p_tiles, p_linear, dtype, QUADRATIC, BLOCK_D, BLOCK_V, GROUP
+        )
     first, last = i_split, i_split + 1
     if SINGLE:  # only then is there something that tiles share
         first, last = i_split * TILES, tl.minimum((i_split + 1) * TILES, tl.cdiv(N, BLOCK))
@@ -335,10 +358,12 @@ def key_backward(
         b_rows = (b_value - tl.load(p_value_mean + o_v)[None, :]).to(dtype)
         if SINGLE:
             b_z1, b_z2, b_root = _whole_vectors(p_dtotals, p_root, p_linear, BLOCK_D, GROUP)
-            b_dv, _ = _read_whole(b_x, scale, b_s1, b_s2, b_left, b_right, b_z1, b_z2, b_root, PRECISION)
+            b_dv, _ = _read_whole(
+                b_x, scale, b_s1, b_s2, b_p, b_left, b_right, b_z1, b_z2, b_root, QUADRATIC, PRECISION
+            )
             b_dx = _whole_backward(
-                b_rows, b_ones, b_x, scale, b_s1, b_s2, b_left, b_right, p_dtotals, p_tiles, p_root, p_linear, BLOCK_D,
-                GROUP, PRECISION,
+                b_rows, b_ones, b_x, scale, b_s1, b_s2, b_p, b_left, b_right, p_dtotals, p_tiles, p_root, p_linear, QUADRATIC,
+                BLOCK_D, GROUP, PRECISION,
             )  # fmt: skip
         else:
             b_dx, b_dv = _key_rows(

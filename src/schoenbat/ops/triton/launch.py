@@ -31,7 +31,7 @@ class Tiles(NamedTuple):
         return {"BLOCK": self.block, "num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
-def tiles_for(dtype: torch.dtype, block_d: int, block_v: int, quadratic: bool) -> Tiles:
+def tiles_for(dtype: torch.dtype, block_d: int, block_v: int, quadratic: int) -> Tiles:
     """By shape alone.
 
     Four warps are a Hopper warp group, and the asynchronous products of one go wrong where Triton 3.6
@@ -371,7 +371,7 @@ def _row_tiles(x: Tensor, tiles: Tiles) -> int:
 
 def _is_single(plan: Plan) -> bool:
     """Identity features and one group of pairs: kernels keep such a map, and a head's sums, at hand."""
-    return plan.identity and plan.quadratic and plan.num_groups == 1
+    return plan.identity and plan.quadratic > 0 and plan.num_groups == 1
 
 
 def map_arguments(plan: Plan) -> tuple[Any, ...]:

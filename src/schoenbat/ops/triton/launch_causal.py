@@ -24,7 +24,7 @@ from schoenbat.ops.triton.plan import Plan
 from schoenbat.ops.triton.state import empty_state, lay_out, roots, take_out
 
 
-def tiles_for(dtype: torch.dtype, block_d: int, block_v: int, quadratic: bool) -> Tiles:
+def tiles_for(dtype: torch.dtype, block_d: int, block_v: int, quadratic: int) -> Tiles:
     """As in `launch`, but for pairs in float32, which spill kilobytes with one stage, and for wide heads.
 
     With 128 rows the gradients of wide heads would not fit the shared memory.

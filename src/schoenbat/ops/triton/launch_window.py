@@ -14,7 +14,7 @@ from schoenbat.ops.triton.launch_causal import Axis, over_groups, sums_along
 from schoenbat.ops.triton.plan import Plan
 
 
-def tiles_for(dtype: torch.dtype, block_d: int, block_v: int, quadratic: bool) -> Tiles:
+def tiles_for(dtype: torch.dtype, block_d: int, block_v: int, quadratic: int) -> Tiles:
     """By shape alone.
 
     Loops over visited tiles are of run-time length, where products of warp groups go wrong (see `launch`).

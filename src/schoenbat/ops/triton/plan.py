@@ -30,16 +30,22 @@ class Layout(NamedTuple):
 
     group: int
     num_tiles: int
-    quadratic: bool  # every feature has two factors
+    quadratic: int  # not 0 where every feature has two factors: see `Plan`
     columns: (
         Tensor  # (T·group,) int64: for each place in a tile its column of linear | quadratic | tail | zero
     )
+    selection: Tensor  # (·, block_d, group) tiles that follow those: which columns of the first a pair is of
     degrees: Tensor  # (num_groups·group,) int32; zero for padding
     first: Tensor  # (num_groups + 1,) int32: the first tile of each group
 
 
 class Plan(NamedTuple):
-    """A map as the kernels take it; M is 1 or the number of key heads."""
+    """A map as the kernels take it; M is 1 or the number of key heads.
+
+    If all features are pairs, `quadratic` is not 0. Above 1 it is the width of P, to which y = Pᵀx is padded:
+    the first tile begins with the columns of P, and for each group two follow, each of which selects a column
+    of y for each pair. Narrow products then do the work of two wide ones.
+    """
 
     tiles: Tensor  # (M, T, block_d, group)
     root_weight: Tensor  # (M, num_groups·group)
@@ -47,7 +53,7 @@ class Plan(NamedTuple):
     degrees: Tensor
     first: Tensor
     identity: bool
-    quadratic: bool
+    quadratic: int
     monomials: int  # of the map: features without the constant, and without padding
 
     @property
@@ -56,15 +62,13 @@ class Plan(NamedTuple):
 
     @property
     def flags(self) -> list[int]:
-        return [int(self.identity), int(self.quadratic), self.monomials]
+        return [int(self.identity), self.quadratic, self.monomials]
 
     @staticmethod
     def of(tensors: Sequence[Tensor], flags: Sequence[int]) -> "Plan":
         tiles, root_weight, root_linear, degrees, first = tensors
         identity, quadratic, monomials = flags
-        return Plan(
-            tiles, root_weight, root_linear, degrees, first, bool(identity), bool(quadratic), monomials
-        )
+        return Plan(tiles, root_weight, root_linear, degrees, first, bool(identity), quadratic, monomials)
 
     @property
     def group(self) -> int:
@@ -83,28 +87,31 @@ class Plan(NamedTuple):
 _PLANS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def plan_for(blocks: Blocks, weight: Tensor, dtype: torch.dtype, block_d: int, wide: bool = False) -> Plan:
-    """The plan of a map, kept as long as its `weight` lives; a map that changes has another one.
-
-    With `wide`, one wide group of pairs where heads are narrow.
-    """
-    wide = wide and block_d <= 32 and GROUP_OF_PAIRS < blocks.num_pairs <= WIDE_GROUP_OF_PAIRS
-    make = partial(make_plan, blocks, weight, dtype, block_d, wide)
+def plan_for(
+    blocks: Blocks, weight: Tensor, dtype: torch.dtype, block_d: int, bidirectional: bool = False
+) -> Plan:
+    """The plan of a map, kept as long as its `weight` lives; a map that changes has another one."""
+    bidirectional = bidirectional and blocks.num_pairs > 0  # all others have one plan
+    make = partial(make_plan, blocks, weight, dtype, block_d, bidirectional)
     if not may_reuse(weight):
         return make()
     plans = _PLANS.setdefault(weight, {})
-    if (dtype, wide) in plans:
-        return reuse(plans[dtype, wide], weight)
+    if (dtype, bidirectional) in plans:
+        return reuse(plans[dtype, bidirectional], weight)
     if not may_keep(weight):
         return make()
     with torch.inference_mode(False):  # what is kept may be needed for training later
-        plans[dtype, wide] = make()
-    return plans[dtype, wide]
+        plans[dtype, bidirectional] = make()
+    return plans[dtype, bidirectional]
 
 
-def make_plan(blocks: Blocks, weight: Tensor, dtype: torch.dtype, block_d: int, wide: bool = False) -> Plan:
+def make_plan(
+    blocks: Blocks, weight: Tensor, dtype: torch.dtype, block_d: int, bidirectional: bool = False
+) -> Plan:
     """Directions in the rows' dtype, zeros where there is nothing.
 
+    Only bidirectional kernels take pairs of y = Pᵀx (causal ones with such products end in illegal accesses)
+    and, for narrow heads, one wide group of them.
     The identity of heads beyond `WIDEST_IDENTITY` becomes directions as well, in groups: no accumulator would
     hold its sums.
     """
@@ -113,16 +120,17 @@ def make_plan(blocks: Blocks, weight: Tensor, dtype: torch.dtype, block_d: int, 
         linear = eye.expand(*blocks.linear.shape[:-1], -1)
         blocks = blocks._replace(linear=linear, identity=False)
     maps, dim = max(weight.shape[0], blocks.quadratic.shape[0]), blocks.quadratic.shape[-2]
-    group_of_pairs = WIDE_GROUP_OF_PAIRS if wide else GROUP_OF_PAIRS
-    layout = _cached(_layout)(*_counts(blocks), group_of_pairs, weight.device)
+    layout = _cached(_layout)(*_counts(blocks), block_d, bidirectional, weight.device)
     columns = torch.cat([*blocks.maps, blocks.linear.new_zeros(*blocks.linear.shape[:-1], 1)], dim=-1)
     tiles = F.pad(columns.to(dtype), (0, 0, 0, block_d - dim)).index_select(-1, layout.columns)
-    tiles = tiles.expand(maps, -1, -1).unflatten(-1, (layout.num_tiles, layout.group))
+    tiles = tiles.unflatten(-1, (layout.num_tiles, layout.group)).transpose(-3, -2)
+    selection = layout.selection.to(dtype).expand(tiles.shape[0], -1, -1, -1)
+    tiles = torch.cat([tiles, selection], dim=1).expand(maps, -1, -1, -1)
     roots = weight.expand(maps, -1).sqrt()
     identities = dim if blocks.identity else 0
     padding = layout.degrees.shape[0] + identities - roots.shape[-1]
     return Plan(
-        tiles.transpose(1, 2).contiguous(),
+        tiles.contiguous(),
         F.pad(roots[:, identities:], (0, padding)).contiguous(),
         F.pad(roots[:, :identities], (0, block_d - identities)).contiguous(),
         layout.degrees,
@@ -143,10 +151,14 @@ def narrowed(plan: Plan) -> Plan:
     parts = plan.group // GROUP
     if parts == 1:
         return plan
-    tiles = plan.tiles.unflatten(-1, (parts, GROUP)).unflatten(1, (-1, 2))
+    tiles = plan.tiles
+    if plan.quadratic > 1:
+        chosen = tiles[0, 1:].argmax(1).flatten()
+        tiles = tiles[:, 0].index_select(-1, chosen).unflatten(-1, (-1, plan.group)).transpose(1, 2)
+    tiles = tiles.unflatten(-1, (parts, GROUP)).unflatten(1, (-1, 2))
     tiles = tiles.permute(0, 1, 4, 2, 3, 5).flatten(1, 3).contiguous()
     first = torch.arange(0, tiles.shape[1] + 1, 2, dtype=torch.int32, device=tiles.device)
-    return plan._replace(tiles=tiles, first=first)
+    return plan._replace(tiles=tiles, first=first, quadratic=1)
 
 
 def take_out(to_tiles: Tensor, places: Tensor) -> Tensor:
@@ -174,13 +186,23 @@ def _layout(
     directions: int,
     num_pairs: int,
     tail: tuple[int, ...],
-    group_of_pairs: int,
+    block_d: int,
+    bidirectional: bool,
     device: torch.device,
 ) -> Layout:
     factors = _factor_columns(num_linear, directions, num_pairs, tail)
-    quadratic = 0 < num_pairs == len(factors)
-    group = group_of_pairs if quadratic else GROUP
+    quadratic = int(0 < num_pairs == len(factors))
+    wide = bidirectional and block_d <= 32 and GROUP_OF_PAIRS < num_pairs <= WIDE_GROUP_OF_PAIRS
+    group = (WIDE_GROUP_OF_PAIRS if wide else GROUP_OF_PAIRS) if quadratic else GROUP
     columns, first = _arrange(factors, group, num_linear + directions + sum(tail))
+    chosen = torch.zeros(0, group, dtype=torch.int64)
+    width = max(16, 1 << (directions - 1).bit_length())
+    if (
+        bidirectional and quadratic and width < block_d
+    ):  # what does not exist is chosen from the zeros behind P
+        quadratic, chosen = width, torch.tensor(columns).view(-1, group)
+        columns, first[-1] = [*range(directions), *[directions] * (group - directions)], 1
+    selection = torch.arange(block_d)[:, None] == chosen[:, None]
     degrees = [len(member) for member in factors]
     degrees += [0] * (-len(degrees) % group)
     return Layout(
@@ -188,6 +210,7 @@ def _layout(
         first[-1],
         quadratic,
         torch.tensor(columns, dtype=torch.int64, device=device),
+        selection.to(device),
         torch.tensor(degrees, dtype=torch.int32, device=device),
         torch.tensor(first, dtype=torch.int32, device=device),
     )
