@@ -52,7 +52,7 @@ def rmfa_window(
         enable_gqa: let several query heads share a key head.
         implementation: ``"auto"``, ``"reference"`` (the specification; quadratic), ``"eager"`` or
             ``"triton"`` (fused kernels, which ``"auto"`` takes on
-            CUDA for heads up to 64 wide, not in float16; differentiable once).
+            CUDA for heads up to 128 wide, not in float16; differentiable once).
 
     Returns:
         ``(..., H, n, d_v)``.

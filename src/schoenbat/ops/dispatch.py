@@ -55,7 +55,7 @@ def attend(
     """
     if before is None:
         obstacle = fused.obstacle(query, value[..., : fused.WIDEST_VALUE])
-        obstacle = obstacle or fused.map_obstacle(query, value, feature_map, implementation)
+        obstacle = obstacle or fused.map_obstacle(query, feature_map)
         chosen = choose(implementation, obstacle, query)
     else:
         obstacle = fused.obstacle(query, value) or fused.state_obstacle(before.sums, feature_map)

@@ -20,8 +20,6 @@ _HAS_TRITON = importlib.util.find_spec("triton") is not None
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 WIDEST_HEAD, WIDEST_TRAINED, WIDEST_VALUE = 256, 128, 128
 """Wider values are attended to in parts, where there is no state."""
-# Trained maps and windows that are wider pass their tests in the interpreter; a GPU has not run all of them.
-_SEEN_ON_A_GPU = 64
 
 
 def obstacle(query: Tensor, value: Tensor) -> str | None:
@@ -61,19 +59,10 @@ def _is_trained(feature_map: FeatureMap) -> bool:
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
-def map_obstacle(query: Tensor, value: Tensor, feature_map: FeatureMap, implementation: str) -> str | None:
+def map_obstacle(query: Tensor, feature_map: FeatureMap) -> str | None:
     """What keeps the fused kernels from training a map: see `plan.make_plan`."""
-    if not _is_trained(feature_map):
-        return None
-    if query.shape[-1] > WIDEST_TRAINED:
+    if _is_trained(feature_map) and query.shape[-1] > WIDEST_TRAINED:
         return f"it trains maps of heads at most {WIDEST_TRAINED} wide, got {query.shape[-1]}"
-    return unless_named(query, value, implementation)
-
-
-def unless_named(query: Tensor, value: Tensor, implementation: str) -> str | None:
-    """What keeps ``"auto"`` from taking kernels for trained maps and windows."""
-    if implementation == "auto" and max(query.shape[-1], value.shape[-1]) > _SEEN_ON_A_GPU:
-        return f"beyond a width of {_SEEN_ON_A_GPU} it is taken by name alone"
     return None
 
 

@@ -19,7 +19,7 @@ def obstacle(query: Tensor, value: Tensor, feature_map: FeatureMap, implementati
     # A short sequence that is padded to a long one overflows float16 in the backward pass.
     if query.dtype == torch.float16 and implementation == "auto":
         found = found or "in float16 it is taken by name alone"
-    return found or fused.unless_named(query, value, implementation)
+    return found
 
 
 def attend(
