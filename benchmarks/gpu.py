@@ -2,10 +2,12 @@
 
 bfloat16. Every cell is timed by replaying a CUDA graph, and once more as a plain call, which pays for Python
 and launches. The floor is the time to read query, key and value once and to write the output once (a
-decoding step: to read and write the state once), at the speed at which this GPU copies memory. Writes
-benchmarks/results/<gpu>.json.
+decoding step: to read and write the state once), at the speed at which this GPU copies memory. Where the
+package fla is installed, its causal linear attention is measured on features that are ready-made: what it
+would cost without a map. Writes benchmarks/results/<gpu>.json.
 """
 
+import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -33,6 +35,7 @@ LONGEST_SDPA = 2**16
 HEADS = 8
 
 Attention = Callable[..., Tensor]
+Inputs = list[Tensor]
 
 
 @dataclass(frozen=True)
@@ -94,8 +97,11 @@ class Cell:
     method: str
     attention: Attention
     direction: str
+    prepare: Callable[[Inputs], Inputs] | None = None
+    """What is made of the inputs before time is taken."""
 
-    def call(self, inputs: list[Tensor]) -> Callable[[], object]:
+    def call(self, inputs: Inputs) -> Callable[[], object]:
+        inputs = inputs if self.prepare is None else self.prepare(inputs)
         attend = partial(self.attention, is_causal=self.direction.startswith("causal"))
         return partial(_backward if self.direction.endswith("backward") else _forward, attend, inputs)
 
@@ -117,6 +123,9 @@ def cells(shape: Shape) -> list[Cell]:
     if shape.head_dim == 64 and shape.construction == "exact-low" and shape in SHAPES:
         exact = partial(kernelized_attention, kernel="inv")
         measured.append(Cell(shape, "exact inv by FlexAttention", exact, FORWARD))
+        if importlib.util.find_spec("fla"):
+            ready = partial(_ready_made, features)
+            measured += [Cell(shape, "fla", _fla, way, ready) for way in (CAUSAL_FORWARD, CAUSAL_BACKWARD)]
     return [cell for cell in measured if not _takes_minutes(cell)]
 
 
@@ -160,7 +169,22 @@ def _sdpa(backend: str, query: Tensor, key: Tensor, value: Tensor, is_causal: bo
         return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal)
 
 
-def _draw(shape: Shape) -> list[Tensor]:
+def _fla(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Tensor:
+    from fla.ops.linear_attn import chunk_linear_attn  # type: ignore[import-not-found]
+
+    assert is_causal
+    return chunk_linear_attn(query, key, value)[0]
+
+
+@torch.no_grad()
+def _ready_made(features: MaclaurinFeatures, inputs: Inputs) -> Inputs:
+    """Features of queries and keys, and values, as fla lays them out: ``(B, n, H, ·)``."""
+    query, key, value = inputs
+    rows = *(features(features.scale**0.5 * x) for x in (query, key)), value
+    return [x.transpose(1, 2).to(value.dtype).contiguous().requires_grad_() for x in rows]
+
+
+def _draw(shape: Shape) -> Inputs:
     generator = torch.Generator(DEVICE).manual_seed(0)
     size = shape.sequences // HEADS, HEADS, shape.length, shape.head_dim
     query, key, value = (torch.randn(size, generator=generator, device=DEVICE) for _ in range(3))
@@ -169,11 +193,11 @@ def _draw(shape: Shape) -> list[Tensor]:
 
 
 @torch.no_grad()
-def _forward(attention: Attention, inputs: list[Tensor]) -> None:
+def _forward(attention: Attention, inputs: Inputs) -> None:
     attention(*inputs)
 
 
-def _backward(attention: Attention, inputs: list[Tensor]) -> None:
+def _backward(attention: Attention, inputs: Inputs) -> None:
     torch.autograd.grad(attention(*inputs), inputs, inputs[2].detach())
 
 
@@ -199,12 +223,12 @@ def _copy_speed() -> float:
 
 def table(measured: list[Row]) -> Table:
     """Ours in milliseconds, as a multiple of the floor, and beside the others."""
-    shown = Table("B·H × n, d, D", "pass", "ms", "floors", "× cuDNN", "× flash", "× eager")
+    shown = Table("B·H × n, d, D", "pass", "ms", "floors", "× cuDNN", "× flash", "× eager", "× fla")
     found = {(row.shape, row.method, row.direction): row for row in measured}
     for (shape, method, direction), row in found.items():
         if method != "triton":
             continue
-        rivals = [found.get((shape, rival, direction)) for rival in ("cudnn", "flash", "eager")]
+        rivals = [found.get((shape, rival, direction)) for rival in ("cudnn", "flash", "eager", "fla")]
         ratios = ["" if rival is None else f"{rival.median / row.median:.1f}" for rival in rivals]
         floors = f"{row.median / row.floor:.2f}" if direction in (FORWARD, DECODE) else ""
         shown.add_row(shape, direction, f"{1000 * row.median:.3f}", floors, *ratios)

@@ -186,11 +186,17 @@ def build(name: str, options: argparse.Namespace) -> CharLM:
     def attention() -> nn.Module:
         if name == "sdpa":
             return Softmax()
-        head_dim = options.width // options.heads
         # Without post-SBN the only parameters beyond softmax's are a scale (and a far weight) for each head.
-        return SchoenbAt(
-            head_dim, options.heads, options.features, normalization="l2", post=False, window=options.window
+        sizes = options.width // options.heads, options.heads, options.features
+        if options.window is None:
+            return SchoenbAt(*sizes, normalization="l2", post=False)
+        module = SchoenbAt(
+            *sizes, normalization="l2", post=False, window=options.window, construction="exact-low"
         )
+        # Far keys are many: if each weighed as much as a near one, an untrained head would see nothing else.
+        # So heads begin with weights from 1, all keys alike, down to where all of them are one key's worth.
+        module.set_far_weight(torch.logspace(0, -math.log10(options.context), options.heads))
+        return module
 
     return CharLM(attention, options.width, options.layers, options.heads)
 
