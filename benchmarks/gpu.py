@@ -21,7 +21,16 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from schoenbat import MaclaurinFeatures, RMFAState, kernelized_attention, rmfa, rmfa_step, rmfa_window
+from schoenbat import (
+    MaclaurinFeatures,
+    RMFAState,
+    RMFAWindowState,
+    kernelized_attention,
+    rmfa,
+    rmfa_step,
+    rmfa_window,
+    rmfa_window_step,
+)
 from schoenbat.experiments.measurement import Timing, peak_memory, time_call
 from schoenbat.report.results import device_name, write_results
 
@@ -147,13 +156,20 @@ def rows(copy_speed: float) -> Iterator[Row]:
 
 
 def decoding_rows(copy_speed: float) -> Iterator[Row]:
-    """One token for each of 64 sequences."""
+    """One token for each of 64 sequences, without a window and with one."""
     features, inputs = DECODING.features(), [x.detach() for x in _draw(DECODING)]
-    state = RMFAState.zeros(features, inputs[0].shape[0], HEADS, DECODING.head_dim)
-    floor = 2 * sum(x.nbytes for x in vars(state).values()) / copy_speed
+    sizes = inputs[0].shape[0], HEADS, DECODING.head_dim
+    far = RMFAState.zeros(features, *sizes)
+    near = RMFAWindowState.zeros(features, WIDTH, *sizes, dtype=inputs[0].dtype)
+    far_bytes = sum(x.nbytes for x in vars(far).values())
+    near_bytes = far_bytes + sum(x.nbytes for x in (near.key, near.value, near.mask))
     for name in ("triton", "eager"):
-        step = partial(rmfa_step, *inputs, features, state, implementation=name)
-        yield measure(str(DECODING), name, DECODE, torch.no_grad()(step), floor)
+        for method, call, state, size in (
+            (name, rmfa_step, far, far_bytes),
+            (f"{name}, ±{WIDTH} exact", rmfa_window_step, near, near_bytes),
+        ):
+            step = torch.no_grad()(partial(call, *inputs, features, state, implementation=name))
+            yield measure(str(DECODING), method, DECODE, step, 2 * size / copy_speed)
 
 
 def measure(shape: str, method: str, direction: str, call: Callable[[], object], floor: float) -> Row:

@@ -1,6 +1,6 @@
 """Fused kernels under compute-sanitizer's memcheck: ``python tests/memcheck.py out/memcheck.xml``.
 
-Small calls of odd lengths, forward and backward, and a decoding step. Memory comes straight from the driver,
+Small calls of odd lengths, forward and backward, and decoding steps. Memory comes straight from the driver,
 as torch's own cache would hide what lies beyond a tensor. The report has the form of pytest's, so that
 gpu_summary.py counts it with the other tests.
 """
@@ -18,7 +18,15 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
-from schoenbat import MaclaurinFeatures, RMFAState, rmfa, rmfa_step, rmfa_window
+from schoenbat import (
+    MaclaurinFeatures,
+    RMFAState,
+    RMFAWindowState,
+    rmfa,
+    rmfa_step,
+    rmfa_window,
+    rmfa_window_step,
+)
 
 TOOL = "compute-sanitizer"
 CALLS = "calls"
@@ -60,6 +68,9 @@ def decode(features: MaclaurinFeatures, value_dim: int) -> None:
     state = RMFAState.zeros(features, 1, 2, value_dim)
     token = draw(1, features.head_dim, features.head_dim, value_dim)
     rmfa_step(*token, features, state, implementation="triton")
+    for width in (0, 3, 40):
+        near = RMFAWindowState.zeros(features, width, 1, 2, value_dim)
+        rmfa_window_step(*token, features, near, implementation="triton")
     torch.cuda.synchronize()
 
 

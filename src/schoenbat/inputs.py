@@ -96,7 +96,8 @@ def arrange_scale(scale: float | Tensor, query: Tensor, planned: float) -> Tenso
     check_scale(scale, heads * groups)
     if not isinstance(scale, Tensor):
         return torch.full((heads, groups, 1, 1), scale / math.sqrt(planned), dtype=dtype, device=query.device)
-    return scale.to(dtype).expand(heads * groups).reshape(heads, groups, 1, 1) / math.sqrt(planned)
+    per_head = scale.to(dtype).expand(heads * groups).reshape(heads, groups, 1, 1)
+    return per_head.contiguous() if planned == 1 else per_head / math.sqrt(planned)
 
 
 def check_scale(scale: Any, query_heads: int) -> None:

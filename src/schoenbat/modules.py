@@ -17,7 +17,8 @@ from schoenbat.normalization import NORMALIZATIONS, PostSBN, PreSBN
 from schoenbat.ops.unit_rows import UnitRows
 from schoenbat.options import check_count
 from schoenbat.packed import attend_packed, from_jagged, refuse_mask_beside_jagged, to_jagged
-from schoenbat.windowed import RMFAWindowState, check_window, rmfa_window, rmfa_window_step
+from schoenbat.windowed import RMFAWindowState, check_window, rmfa_window
+from schoenbat.windowed import step as window_step
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -236,19 +237,19 @@ class SchoenbAt(WithProcessGroup):
         self._refuse_leak(is_causal)
         self._check_group(None if self.query_norm is None else self.query_norm.mode)
         options: dict[str, Any] = {"key_mask": key_mask, "is_causal": is_causal, "enable_gqa": enable_gqa}
-        if (rows := self._unit_rows) is not None and not _autocast_rounds(query, key):
+        plain = self.window is None and self.process_group is None and self._far_maps is None
+        if plain and (rows := self._unit_rows(query, key)) is not None:
             out = attend(query, key, value, self.features, scale=self.scale, unit_rows=rows, **options)
         else:
             query, key = self._normalize(query, key, query_mask, key_mask)
             out = self.attend(query, key, value, **options)
         return out if self.post is None else self.post(out)
 
-    @property
-    def _unit_rows(self) -> UnitRows | None:
-        """All that happens before features, if it happens to each row for itself: kernels do it, too."""
-        if self.query_norm is None or self.query_norm.mode == "batch" or self.process_group is not None:
+    def _unit_rows(self, query: Tensor, key: Tensor) -> UnitRows | None:
+        """All that happens before attention, if it happens to each row for itself: kernels do it, too."""
+        if self.query_norm is None or self.query_norm.mode == "batch" or _autocast_rounds(query, key):
             return None
-        if self.window is not None or self.center_keys or self.key_center is not None or self._far_maps:
+        if self.center_keys or self.key_center is not None:
             return None
         return self.query_norm.unit_rows
 
@@ -331,8 +332,10 @@ class SchoenbAt(WithProcessGroup):
         self._check(query, key, value)
         if self.training and self.query_norm is not None and self.query_norm.mode == "batch":
             raise ValueError("normalization='batch' decodes with its running averages: call .eval() first")
-        query, key = self._normalize(query, key, None, key_mask)
-        key = self._center(key, key_mask, is_causal=True)
+        rows = None if self.window is None else self._unit_rows(query, key)
+        if rows is None:
+            query, key = self._normalize(query, key, None, key_mask)
+            key = self._center(key, key_mask, is_causal=True)
         options: dict[str, Any] = {
             "key_mask": key_mask,
             "scale": self.scale,
@@ -342,8 +345,8 @@ class SchoenbAt(WithProcessGroup):
         if isinstance(state, RMFAWindowState) != (self.window is not None):
             raise TypeError(f"a module with window={self.window} does not go on from {type(state).__name__}")
         if isinstance(state, RMFAWindowState):
-            options |= {"far_weight": self.far_weight, "far_maps": self._far_maps}
-            out, state = rmfa_window_step(query, key, value, self.features, state, **options)
+            options |= {"far_weight": self.far_weight, "far_maps": self._far_maps, "unit_rows": rows}
+            out, state = window_step(query, key, value, self.features, state, **options)
         else:
             query, key = self._map(query, key, key_mask)
             out, state = rmfa_step(query, key, value, self.features, state, **options)

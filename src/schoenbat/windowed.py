@@ -9,11 +9,13 @@ from torch import Tensor
 
 from schoenbat.features import MaclaurinFeatures
 from schoenbat.functional import RMFAState, map_for
-from schoenbat.inputs import Arranged, arrange, arrange_scale
+from schoenbat.inputs import Arranged, arrange, arrange_scale, refuse_overflow
 from schoenbat.ops import dispatch, window, window_fused
 from schoenbat.ops.blocks import FeatureMap
 from schoenbat.ops.keeping import is_concrete
+from schoenbat.ops.unit_rows import UnitRows
 from schoenbat.ops.window import Carried, Window
+from schoenbat.ops.window_fused import Remembered
 
 
 def rmfa_window(
@@ -79,7 +81,7 @@ def rmfa_window(
         if not torch.compiler.is_compiling():  # where it would make every size an expression of the length
             width = min(width, max(key.shape[-2] - 1, 0))
         query_scale = _arrange_scale(inputs, features, scale)
-        settings = Window(width, is_causal, 0, *_arrange_far(inputs, far_weight, far_maps))
+        settings = _settings(inputs, width, is_causal, 0, far_weight, far_maps)
         out = attend(*inputs[:4], feature_map, query_scale, settings)
     return inputs.restore(out)
 
@@ -131,6 +133,14 @@ class RMFAWindowState:
             setattr(self, name, getattr(self, name).index_select(0, index))
         return self
 
+    def _remembered(self) -> Remembered:
+        return Remembered(self.key, self.value, self.mask, self.far._before())
+
+    @classmethod
+    def _from_remembered(cls, after: Remembered) -> "RMFAWindowState":
+        sums, count = after.far
+        return cls(*after[:3], RMFAState._from_sums(sums, count.flatten()))
+
     def _carried(self) -> Carried:
         far = self.far
         features = torch.cat([far.feature_value, far.feature_sum[..., None]], dim=-1)
@@ -151,6 +161,7 @@ def rmfa_window_step(
     far_weight: float | Tensor = 1.0,
     far_maps: tuple[Tensor, Tensor] | None = None,
     enable_gqa: bool = False,
+    implementation: str = "auto",
 ) -> tuple[Tensor, RMFAWindowState]:
     """Decode: n new tokens attend causally, exactly to the last `width` tokens and linearly to all before.
 
@@ -165,6 +176,8 @@ def rmfa_window_step(
         far_weight: as in `rmfa_window`.
         far_maps: as in `rmfa_window`.
         enable_gqa: let several query heads share a key head.
+        implementation: ``"auto"``, ``"eager"`` or ``"triton"`` (one fused kernel for one token without
+            gradients, which ``"auto"`` takes on CUDA).
 
     Returns:
         The output ``(B, H, n, d_v)`` and the state after these tokens.
@@ -179,6 +192,33 @@ def rmfa_window_step(
         >>> torch.allclose(torch.cat([prompt, rest], dim=-2), whole, atol=1e-5)
         True
     """
+    return step(
+        *(query, key, value, features, state),
+        key_mask=key_mask,
+        scale=scale,
+        far_weight=far_weight,
+        far_maps=far_maps,
+        enable_gqa=enable_gqa,
+        implementation=implementation,
+    )
+
+
+def step(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    features: MaclaurinFeatures,
+    state: RMFAWindowState,
+    *,
+    key_mask: Tensor | None,
+    scale: float | Tensor | None,
+    far_weight: float | Tensor,
+    far_maps: tuple[Tensor, Tensor] | None,
+    enable_gqa: bool,
+    implementation: str = "auto",
+    unit_rows: UnitRows | None = None,
+) -> tuple[Tensor, RMFAWindowState]:
+    """`rmfa_window_step`, with queries and keys normalised by `unit_rows` on the way."""
     width, length = state.key.shape[-2], key.shape[-2]
     check_window(features, width)
     if query.shape[-2] != length:
@@ -186,6 +226,43 @@ def rmfa_window_step(
     expected, got = (*state.key.shape[:2], state.value.shape[-1]), (*key.shape[:2], value.shape[-1])
     if expected != got:
         raise ValueError(f"the state was made for (batch, kv_heads, value_dim) = {expected}, got {got}")
+    tokens, before = arrange(query, key, value, key_mask, enable_gqa), state._remembered()
+    state.far._check_map(features)
+    maybe_trained = scale, far_weight, tokens.key, *(far_maps or ())
+    others = [x for x in maybe_trained if isinstance(x, Tensor)]
+    with torch.autocast(query.device.type, enabled=False):
+        feature_map = map_for(features, tokens.key)
+        obstacle = window_fused.step_obstacle(tokens.query, tokens.value, before, feature_map, others)
+        if dispatch.choose_with_sums(implementation, obstacle, query) == "triton":
+            logit_scale = arrange_scale(features.scale if scale is None else scale, tokens.query, 1.0)
+            weight = _arrange_weight(tokens, far_weight)
+            maps = None if far_maps is None else _arrange_maps(tokens, *far_maps)
+            out, after = window_fused.step(
+                *tokens[:4], before, feature_map, logit_scale, weight, maps, unit_rows
+            )
+            seen = before.key, before.value, *before.far.sums
+            refuse_overflow([out], [tokens.query, *seen], [tokens.key, tokens.value], tokens.mask)
+            return out.reshape(*tokens.lead, *out.shape[-2:]), RMFAWindowState._from_remembered(after)
+        if unit_rows is not None:
+            query, key = unit_rows(query), unit_rows(key)
+    return _step_eagerly(
+        query, key, value, features, state, key_mask, scale, far_weight, far_maps, enable_gqa
+    )
+
+
+def _step_eagerly(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    features: MaclaurinFeatures,
+    state: RMFAWindowState,
+    key_mask: Tensor | None,
+    scale: float | Tensor | None,
+    far_weight: float | Tensor,
+    far_maps: tuple[Tensor, Tensor] | None,
+    enable_gqa: bool,
+) -> tuple[Tensor, RMFAWindowState]:
+    width, length = state.key.shape[-2], key.shape[-2]
     new = key.new_ones(key.shape[0], length, dtype=torch.bool) if key_mask is None else key_mask
     keys = torch.cat([state.key.to(key.dtype), key], dim=-2)
     values = torch.cat([state.value.to(value.dtype), value], dim=-2)
@@ -193,7 +270,7 @@ def rmfa_window_step(
     inputs = arrange(query, keys, values, mask, enable_gqa)
     with torch.autocast(query.device.type, enabled=False):
         feature_map, query_scale = map_for(features, inputs.key), _arrange_scale(inputs, features, scale)
-        settings = Window(width, True, width, *_arrange_far(inputs, far_weight, far_maps))
+        settings = _settings(inputs, width, True, width, far_weight, far_maps)
         out = window.attend(*inputs[:4], feature_map, query_scale, settings, state._carried())
     # The first so many of all keys are no longer among the last `width`.
     leaving = keys[..., :length, :]
@@ -220,15 +297,22 @@ def _arrange_scale(inputs: Arranged, features: MaclaurinFeatures, scale: float |
     return arrange_scale(features.scale if scale is None else scale, inputs.query, features.scale)
 
 
-def _arrange_far(
-    inputs: Arranged, far_weight: float | Tensor, far_maps: tuple[Tensor, Tensor] | None
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def _settings(
+    inputs: Arranged,
+    width: int,
+    is_causal: bool,
+    first: int,
+    far_weight: float | Tensor,
+    far_maps: tuple[Tensor, Tensor] | None,
+) -> Window:
+    maps = () if far_maps is None else _arrange_maps(inputs, *far_maps)
+    return Window(width, is_causal, first, _arrange_weight(inputs, far_weight).log(), *maps)
+
+
+def _arrange_weight(inputs: Arranged, far_weight: float | Tensor) -> Tensor:
     if not _is_positive(far_weight):
         raise ValueError(f"far_weight must be positive, got {far_weight}")
-    log_weight = arrange_scale(far_weight, inputs.query, 1.0).log()
-    if far_maps is None:
-        return log_weight, None, None
-    return log_weight, *_arrange_maps(inputs, *far_maps)
+    return arrange_scale(far_weight, inputs.query, 1.0)
 
 
 def _is_positive(weight: float | Tensor) -> bool:

@@ -59,7 +59,7 @@ def attend(
         chosen = choose(implementation, obstacle, query)
     else:
         obstacle = fused.obstacle(query, value) or fused.state_obstacle(before.sums, feature_map)
-        chosen = _choose_with_sums(implementation, obstacle, query)
+        chosen = choose_with_sums(implementation, obstacle, query)
     if not query.shape[-2] and before is None:
         return reference.of_no_query(query, key, value)
     if chosen == "triton" and not is_causal:
@@ -89,7 +89,7 @@ def accumulate(
 ) -> tuple[Sums, Tensor]:
     """Keys and values as plain sums, which add up over pieces of a sequence, and their count."""
     obstacle = fused.obstacle(key, value) or fused.training_obstacle(feature_map)
-    chosen = _choose_with_sums(implementation, obstacle, key)
+    chosen = choose_with_sums(implementation, obstacle, key)
     count = eager.key_count(key, mask)
     if chosen == "triton":
         return fused.accumulate(key, value, mask, feature_map), count
@@ -114,7 +114,7 @@ def read(
     """Bidirectional attention to everything in the sums."""
     sums, count = before
     obstacle = fused.obstacle(query, sums.value_sum) or fused.state_obstacle(sums, feature_map)
-    if _choose_with_sums(implementation, obstacle, query) == "triton":
+    if choose_with_sums(implementation, obstacle, query) == "triton":
         return fused.read(query, before, feature_map, query_scale)
     divisor = count.clamp(min=1)
     value_mean = sums.value_sum / divisor
@@ -152,7 +152,7 @@ def step(
     return _scan(Inputs(query, key, value, *shared), sums)
 
 
-def _choose_with_sums(implementation: str, obstacle: str | None, query: Tensor) -> str:
+def choose_with_sums(implementation: str, obstacle: str | None, query: Tensor) -> str:
     chosen = choose(implementation, obstacle, query)
     if chosen == "reference":
         raise NotImplementedError(

@@ -147,7 +147,7 @@ def step(
     from schoenbat.ops.triton import library
 
     sums, count = before
-    if not _is_decoding(query, key, value, *sums, query_scale):
+    if not is_decoding(query, key, value, *sums, query_scale):
         out = attend_causal(query, key, value, mask, feature_map, query_scale, before)
         more = accumulate(key, value, mask, feature_map)
         return out, Sums(*(old + new for old, new in zip(sums, more, strict=True)))
@@ -157,7 +157,7 @@ def step(
     return out, Sums(*after)
 
 
-def _is_decoding(query: Tensor, *others: Tensor) -> bool:
-    """One token, and no gradients wanted: what the decoding kernel does."""
+def is_decoding(query: Tensor, *others: Tensor) -> bool:
+    """One token, and no gradients wanted: what the decoding kernels do."""
     wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (query, *others))
     return query.shape[-2] == 1 and not wanted

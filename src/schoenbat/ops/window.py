@@ -43,7 +43,12 @@ class Window(NamedTuple):
     def far_rows(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         if self.query_map is None or self.key_map is None:
             return query, key
-        return query @ self.query_map.to(query.dtype), key @ self.key_map.to(key.dtype)
+        return map_rows(query, key, self.query_map, self.key_map)
+
+
+def map_rows(query: Tensor, key: Tensor, query_map: Tensor, key_map: Tensor) -> tuple[Tensor, Tensor]:
+    """qA and kB, in the dtype of the rows."""
+    return query @ query_map.to(query.dtype), key @ key_map.to(key.dtype)
 
 
 class Far(NamedTuple):

@@ -24,18 +24,30 @@ from schoenbat.ops.triton import (
     causal_map,
     causal_sums,
     decode,
+    decode_window,
     window,
     window_backward,
 )
 from schoenbat.ops.triton.launch import Tiles, tiles_for
 from schoenbat.ops.triton.launch_causal import tiles_for as causal_tiles_for
 from schoenbat.ops.triton.launch_causal import tiles_of_keys
+from schoenbat.ops.triton.launch_decode import NEAR_KEYS
 from schoenbat.ops.triton.launch_map import tiles_of_map
 from schoenbat.ops.triton.launch_window import tiles_for as window_tiles_for
 from schoenbat.ops.triton.plan import GROUP, GROUP_OF_PAIRS
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-INTEGERS = {"p_degrees": "i32", "p_first": "i32", "p_count": "i32", "p_mask": "u8", "p_earlier": "i64"}
+INTEGERS = {
+    "p_degrees": "i32",
+    "p_first": "i32",
+    "p_count": "i32",
+    "p_new_count": "i32",
+    "p_mask": "u8",
+    "p_leaving_mask": "u8",
+    "p_near_mask": "u8",
+    "p_new_near_mask": "u8",
+    "p_earlier": "i64",
+}
 ROWS = {
     "p_x",
     "p_rows",
@@ -54,6 +66,12 @@ ROWS = {
     "p_far_key",
     "p_dfar_query",
     "p_dfar_key",
+    "p_leaving_key",
+    "p_leaving_value",
+    "p_near_keys",
+    "p_near_values",
+    "p_new_near_keys",
+    "p_new_near_values",
 }
 SHORT = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
@@ -66,8 +84,10 @@ def signature(kernel, constants, dtype):
             types[name] = "constexpr"
             continue
         if name.startswith("p_"):
-            partial = kernel in (bidirectional_sums.summarize, causal_sums.accumulate)
-            rows = name in ROWS or (name in {"p_sums", "p_dsums"} and not partial)
+            decoding = kernel in (decode.step, decode_window.step)  # with a map and sums in float32
+            partial = decoding or kernel in (bidirectional_sums.summarize, causal_sums.accumulate)
+            rows = name in ROWS - ({"p_tiles"} if decoding else set())
+            rows = rows or (name in {"p_sums", "p_dsums"} and not partial)
             types[name] = f"*{INTEGERS.get(name, dtype if rows else 'fp32')}"
         else:
             types[name] = "fp32" if name in {"KEY_SCALE", "EPS"} else "i32"
@@ -167,6 +187,19 @@ def trained_cases():
     yield bidirectional_map, torch.float32, 64, True, tiles, keys
 
 
+def decoding_cases():
+    """A query head to a key head, and several; wide heads with a window, in what takes most."""
+    for quadratic, (rows, columns, warps) in itertools.product((True, False), ((2, 64, 2), (16, 32, 8))):
+        tiles, own = Tiles(rows, warps, 2), {"ROWS": rows, "BLOCK_V": columns}
+        yield decode.step, torch.float32, 64, quadratic, tiles, own
+        tiles = tiles._replace(num_warps=max(4, warps))
+        own = own | {"BLOCK": NEAR_KEYS, "HAS_LEAVING_MASK": True, "SEPARATE": rows > 2}
+        if quadratic or rows == 2:
+            yield decode_window.step, torch.bfloat16, 64, quadratic, tiles, own
+        if quadratic and rows == 2:
+            yield decode_window.step, torch.float32, 128, quadratic, tiles, own
+
+
 def main():
     found = []
     for module, dtype, width, quadratic, tiles, own in trained_cases():
@@ -183,11 +216,13 @@ def main():
         if quadratic and form.startswith("bidirectional"):
             constants |= {"QUADRATIC": 16}  # pairs of a projection that is so wide
         found.append(case | usage(getattr(module, name), constants, dtype, tiles))
-    for quadratic, (rows, columns, warps) in itertools.product((True, False), ((2, 64, 2), (16, 32, 8))):
-        tiles = Tiles(rows, warps, 2)
-        constants = constants_for(64, quadratic, tiles, 1) | {"ROWS": rows, "BLOCK_V": columns}
-        case = {"kernel": "decode.step", "dtype": "float32", "width": 64, "quadratic": quadratic}
-        found.append(case | usage(decode.step, constants, torch.float32, tiles))
+    for kernel, dtype, width, quadratic, tiles, own in decoding_cases():
+        name, constants = (
+            kernel.__module__.rpartition(".")[-1],
+            constants_for(width, quadratic, tiles, 1) | own,
+        )
+        case = {"kernel": f"{name}.step", "dtype": str(dtype), "width": width, "quadratic": quadratic}
+        found.append(case | usage(kernel, constants, dtype, tiles))
     print(json.dumps(found))
 
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from schoenbat.ops.library import operator
-from schoenbat.ops.triton import launch_window
+from schoenbat.ops.triton import launch_decode, launch_window
+from schoenbat.ops.triton.launch import Unit
 from schoenbat.ops.triton.launch_window import Call, Near
 from schoenbat.ops.triton.plan import Plan
 
@@ -94,3 +95,37 @@ def _gradient(ctx: Any, grad: list[Tensor]) -> tuple[Any, ...]:
 
 
 attend.register_autograd(_gradient, setup_context=_context)
+
+
+@operator("triton_step_window")
+def step(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    far: Sequence[Tensor],
+    near: Sequence[Tensor],
+    count: Tensor,
+    sums: Sequence[Tensor],
+    plan: Sequence[Tensor],
+    coefficients: Tensor,
+    scale: Tensor,
+    far_weight: Tensor,
+    flags: Sequence[int],
+    key_scale: float,
+    unit: int,
+    eps: float,
+) -> list[Tensor]:
+    """One decoding step; it has no derivative."""
+    small = Plan.of(plan, flags), coefficients, scale, far_weight, key_scale, Unit(unit, eps)
+    return launch_decode.step_with_window(query, key, value, mask, far, near, count, sums, *small)
+
+
+@step.register_fake
+def _(
+    query: Tensor, key: Tensor, value: Tensor, mask: Any, far: Any, near: Sequence[Tensor], count: Tensor,
+    sums: Sequence[Tensor], *rest: Any,
+) -> list[Tensor]:  # fmt: skip
+    out = query.new_empty(*query.shape[:-1], value.shape[-1])
+    after = [x.new_empty(x.shape) for x in (*sums, count)]
+    return [out, *launch_decode.empty_window(key, value, near), *after]
