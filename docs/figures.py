@@ -67,7 +67,10 @@ def tables() -> dict[str, dict[str, str]]:
             "gpu": _crossover_table(_gpu_times(gpu), "SDPA (cuDNN)"),
         },
         "gpu": {"gpu": page.speed_table(gpu), "training": page.training_table(training)},
-        "long-context": {"parallel": _parallel_table(_read(RESULTS / "parallel.json"))},
+        "long-context": {
+            "parallel": _parallel_table(_read(RESULTS / "parallel.json")),
+            "charlm": _charlm_table(),
+        },
         "converting": {"minilm": _minilm_table()},
     }
 
@@ -149,6 +152,30 @@ def _parallel_table(rows: Rows) -> str:
         for row in chosen
     ]
     return _table(["tokens", f"KiB that each of {most} ranks hands over", "KiB of its keys, values"], lines)
+
+
+def _charlm_table() -> str:
+    names = {"schoenbat": "SchoenbAt", "sdpa": "softmax (SDPA)"}
+    lines = []
+    for name in ("charlm", "charlm_64k"):
+        content = json.loads((ROOT / "results" / f"{name}.json").read_text(encoding="utf-8"))
+        options = content["options"]
+        for row in content["rows"]:
+            generation = [_milliseconds(step["seconds"]) for step in row["generation"]]
+            lines.append(
+                [
+                    f"{options['context']:,}",
+                    f"{options['steps']:,} × {options['batch']}",
+                    names[row["attention"]],
+                    f"{row['bits_per_byte']:.3f}",
+                    f"{row['bytes_per_second'] / 1000:,.0f}",
+                    f"{row['peak_memory'] / 2**30:.1f}",
+                    generation[0],
+                    generation[-1],
+                ]
+            )
+    heading = ["context", "steps × crops", "attention", "bits per byte", "kB/s", "GiB"]
+    return _table([*heading, "ms a byte, first", "last"], lines)
 
 
 def _minilm_table() -> str:
