@@ -342,6 +342,24 @@ def rmfa_step(
         >>> torch.allclose(torch.cat([prompt, rest], dim=-2), whole, atol=1e-5)
         True
     """
+    options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa, "implementation": implementation}
+    return step(query, key, value, features, state, key_mask=key_mask, **options)
+
+
+def step(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    features: MaclaurinFeatures,
+    state: RMFAState,
+    *,
+    key_mask: Tensor | None = None,
+    scale: float | Tensor | None = None,
+    enable_gqa: bool = False,
+    implementation: str = "auto",
+    unit_rows: UnitRows | None = None,
+) -> tuple[Tensor, RMFAState]:
+    """`rmfa_step`, with queries and keys normalised by `unit_rows` on the way."""
     inputs = arrange(query, key, value, key_mask, enable_gqa)
     state._check(inputs.key, inputs.value, features)
     if query.shape[-2] != key.shape[-2]:
@@ -355,6 +373,7 @@ def rmfa_step(
             feature_map,
             query_scale,
             implementation=implementation,
+            unit_rows=unit_rows,
         )
         new = key.shape[-2] if inputs.mask is None else inputs.mask.flatten(1).sum(1)
     refuse_overflow([out], [inputs.query, *state._sums()], [inputs.key, inputs.value], inputs.mask)

@@ -9,7 +9,7 @@ from schoenbat import calibration, learned_scale, parallel
 from schoenbat.calibration import mean_row
 from schoenbat.collectives import WithProcessGroup, check_group
 from schoenbat.features import MaclaurinFeatures
-from schoenbat.functional import RMFAState, attend, rmfa, rmfa_step
+from schoenbat.functional import RMFAState, attend, rmfa, step
 from schoenbat.inputs import arrange_mask, check_tensors
 from schoenbat.kernels import DotProductKernel
 from schoenbat.kernels import kernel as get_kernel
@@ -237,8 +237,7 @@ class SchoenbAt(WithProcessGroup):
         self._refuse_leak(is_causal)
         self._check_group(None if self.query_norm is None else self.query_norm.mode)
         options: dict[str, Any] = {"key_mask": key_mask, "is_causal": is_causal, "enable_gqa": enable_gqa}
-        plain = self.window is None and self.process_group is None and self._far_maps is None
-        if plain and (rows := self._unit_rows(query, key)) is not None:
+        if self.window is None and (rows := self._unit_rows(query, key)) is not None:
             out = attend(query, key, value, self.features, scale=self.scale, unit_rows=rows, **options)
         else:
             query, key = self._normalize(query, key, query_mask, key_mask)
@@ -247,9 +246,11 @@ class SchoenbAt(WithProcessGroup):
 
     def _unit_rows(self, query: Tensor, key: Tensor) -> UnitRows | None:
         """All that happens before attention, if it happens to each row for itself: kernels do it, too."""
-        if self.query_norm is None or self.query_norm.mode == "batch" or _autocast_rounds(query, key):
+        if self.query_norm is None or self.query_norm.mode == "batch" or self.process_group is not None:
             return None
-        if self.center_keys or self.key_center is not None:
+        if _autocast_rounds(query, key) or self.center_keys or self.key_center is not None:
+            return None
+        if self.window is None and self._far_maps is not None:
             return None
         return self.query_norm.unit_rows
 
@@ -332,8 +333,7 @@ class SchoenbAt(WithProcessGroup):
         self._check(query, key, value)
         if self.training and self.query_norm is not None and self.query_norm.mode == "batch":
             raise ValueError("normalization='batch' decodes with its running averages: call .eval() first")
-        rows = None if self.window is None else self._unit_rows(query, key)
-        if rows is None:
+        if (rows := self._unit_rows(query, key)) is None:
             query, key = self._normalize(query, key, None, key_mask)
             key = self._center(key, key_mask, is_causal=True)
         options: dict[str, Any] = {
@@ -349,7 +349,7 @@ class SchoenbAt(WithProcessGroup):
             out, state = window_step(query, key, value, self.features, state, **options)
         else:
             query, key = self._map(query, key, key_mask)
-            out, state = rmfa_step(query, key, value, self.features, state, **options)
+            out, state = step(query, key, value, self.features, state, unit_rows=rows, **options)
         return (out if self.post is None else self.post(out)), state
 
     def _first_state(self, key: Tensor) -> State:

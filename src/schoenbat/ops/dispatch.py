@@ -50,8 +50,8 @@ def attend(
 ) -> Tensor:
     """Attention over the whole sequence; causal with n_q ≠ n_k aligns the last query with the last key.
 
-    With `unit_rows`, queries and keys are normalised first, inside the kernels where they can do it. A causal
-    call may go on from what was `before`.
+    With `unit_rows`, queries and keys are normalised first; fused kernels do it on the way. A causal call may
+    go on from what was `before`.
     """
     if before is None:
         obstacle = fused.obstacle(query, value[..., : fused.WIDEST_VALUE])
@@ -62,12 +62,11 @@ def attend(
         chosen = choose_with_sums(implementation, obstacle, query)
     if not query.shape[-2] and before is None:
         return reference.of_no_query(query, key, value)
-    if chosen == "triton" and not is_causal:
-        return fused.attend(query, key, value, mask, feature_map, query_scale, unit_rows)
+    if chosen == "triton":
+        inputs = query, key, value, mask, feature_map, query_scale, unit_rows
+        return fused.attend_causal(*inputs, before) if is_causal else fused.attend(*inputs)
     if unit_rows is not None:
         query, key = unit_rows(query), unit_rows(key)
-    if chosen == "triton":
-        return fused.attend_causal(query, key, value, mask, feature_map, query_scale, before)
     if chosen == "reference":
         visible = _visible(query, key, mask, is_causal)
         q, k, v = (x.to(feature_map.weight.dtype) for x in (query, key, value))
@@ -92,7 +91,7 @@ def accumulate(
     chosen = choose_with_sums(implementation, obstacle, key)
     count = eager.key_count(key, mask)
     if chosen == "triton":
-        return fused.accumulate(key, value, mask, feature_map), count
+        return fused.accumulate(key, value, mask, feature_map, None), count
     summary = _summarize(key, value, mask, feature_map)
     sums = Sums(
         summary.feature_value + summary.feature_sum @ summary.value_mean,
@@ -137,13 +136,19 @@ def step(
     query_scale: Tensor,
     *,
     implementation: str,
+    unit_rows: UnitRows | None = None,
 ) -> tuple[Tensor, Sums]:
-    """Causal attention of n new tokens to those before them and to one another; the sums after them."""
+    """Causal attention of n new tokens to those before them and to one another; the sums after them.
+
+    `unit_rows` as in `attend`.
+    """
     sums, count = before
     obstacle = fused.obstacle(query, value) or fused.state_obstacle(sums, feature_map)
     chosen = choose(implementation, obstacle, query)
     if chosen == "triton":
-        return fused.step(query, key, value, mask, before, feature_map, query_scale)
+        return fused.step(query, key, value, mask, before, feature_map, query_scale, unit_rows)
+    if unit_rows is not None:
+        query, key = unit_rows(query), unit_rows(key)
     shared = mask, count, *feature_map[:3], query_scale, feature_map.key_scale
     if chosen == "reference":
         q, k, v = (x.to(feature_map.weight.dtype) for x in (query, key, value))

@@ -66,11 +66,18 @@ def map_obstacle(query: Tensor, feature_map: FeatureMap) -> str | None:
     return None
 
 
-def accumulate(key: Tensor, value: Tensor, mask: Tensor | None, feature_map: FeatureMap) -> Sums:
+def accumulate(
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    feature_map: FeatureMap,
+    unit_rows: UnitRows | None,
+) -> Sums:
     from schoenbat.ops.triton import library
 
     plan, _, flags = lay_out(key, feature_map, key.dtype, bidirectional=True)
-    return Sums(*library.summarize(key, value, mask, plan, flags, feature_map.key_scale))
+    small = plan, flags, feature_map.key_scale, *as_unit(unit_rows)
+    return Sums(*library.summarize(key, value, mask, *small))
 
 
 def read(query: Tensor, before: Before, feature_map: FeatureMap, query_scale: Tensor) -> Tensor:
@@ -92,10 +99,10 @@ def attend(
 ) -> Tensor:
     from schoenbat.ops.triton import library
 
-    unit, eps = (0, 0.0) if unit_rows is None else (unit_rows.code, unit_rows.eps)
     plan, trained, flags = lay_out(query, feature_map, query.dtype, bidirectional=True)
-    small = plan, trained, feature_map.coefficients, query_scale, flags, feature_map.key_scale, unit, eps
-    return in_parts(value, lambda part: library.attend(query, key, part, mask, *small)[0])
+    small = plan, trained, feature_map.coefficients, query_scale, flags, feature_map.key_scale
+    unit = as_unit(unit_rows)
+    return in_parts(value, lambda part: library.attend(query, key, part, mask, *small, *unit)[0])
 
 
 def attend_causal(
@@ -105,14 +112,24 @@ def attend_causal(
     mask: Tensor | None,
     feature_map: FeatureMap,
     query_scale: Tensor,
+    unit_rows: UnitRows | None,
     before: Before | None,
 ) -> Tensor:
     from schoenbat.ops.triton import library
 
     plan, trained, flags = lay_out(query, feature_map, query.dtype)
     small = plan, trained, feature_map.coefficients, query_scale, flags, feature_map.key_scale
+    unit = as_unit(unit_rows)
     sums, count = ([], None) if before is None else (list(before.sums), before.seen)
-    return in_parts(value, lambda part: library.attend_causal(query, key, part, mask, sums, count, *small)[0])
+    return in_parts(
+        value,
+        lambda part: library.attend_causal(query, key, part, mask, sums, count, *small, *unit)[0],
+    )
+
+
+def as_unit(unit_rows: UnitRows | None) -> tuple[int, float]:
+    """As operators take it: see `launch.Unit`."""
+    return (0, 0.0) if unit_rows is None else (unit_rows.code, unit_rows.eps)
 
 
 def in_parts(value: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
@@ -142,17 +159,18 @@ def step(
     before: Before,
     feature_map: FeatureMap,
     query_scale: Tensor,
+    unit_rows: UnitRows | None,
 ) -> tuple[Tensor, Sums]:
     """One token without gradients by one kernel; else a causal call, and the sums by a pass of their own."""
     from schoenbat.ops.triton import library
 
     sums, count = before
     if not is_decoding(query, key, value, *sums, query_scale):
-        out = attend_causal(query, key, value, mask, feature_map, query_scale, before)
-        more = accumulate(key, value, mask, feature_map)
+        out = attend_causal(query, key, value, mask, feature_map, query_scale, unit_rows, before)
+        more = accumulate(key, value, mask, feature_map, unit_rows)
         return out, Sums(*(old + new for old, new in zip(sums, more, strict=True)))
     plan, _, flags = lay_out(query, feature_map, torch.float32)
-    small = plan, feature_map.coefficients, query_scale, flags, feature_map.key_scale
+    small = plan, feature_map.coefficients, query_scale, flags, feature_map.key_scale, *as_unit(unit_rows)
     out, *after = library.step(query, key, value, mask, count, list(sums), *small)
     return out, Sums(*after)
 

@@ -103,10 +103,9 @@ def step(
     if far_maps is not None:
         leaving = before.key[:, :, None, :1].to(key.dtype) if before.key.shape[-2] else key
         far = list(map_rows(query, leaving, *far_maps))
-    unit, eps = (0, 0.0) if unit_rows is None else (unit_rows.code, unit_rows.eps)
     plan, _, flags = fused.lay_out(query, feature_map, torch.float32)
-    small = plan, feature_map.coefficients, scale, far_weight, flags, feature_map.key_scale, unit, eps
+    small = plan, feature_map.coefficients, scale, far_weight, flags, feature_map.key_scale
     out, new_key, new_value, new_mask, *after, seen = library_window.step(
-        query, key, value, mask, far, near, count, list(sums), *small
+        query, key, value, mask, far, near, count, list(sums), *small, *fused.as_unit(unit_rows)
     )
     return out, Remembered(new_key, new_value, new_mask, Before(Sums(*after), seen))

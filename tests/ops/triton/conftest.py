@@ -1,5 +1,7 @@
 import pytest
 
+from schoenbat.ops import dispatch
+
 
 @pytest.fixture
 def few_programs(monkeypatch):
@@ -7,3 +9,15 @@ def few_programs(monkeypatch):
     from schoenbat.ops.triton import launch
 
     monkeypatch.setattr(launch, "_PROGRAMS", 2)
+
+
+@pytest.fixture
+def auto_takes_the_kernels(monkeypatch):
+    """Without a GPU, too."""
+    choose = dispatch.choose
+
+    def by_name(implementation, obstacle, query):
+        assert implementation == "auto"
+        return choose("triton", obstacle, query)
+
+    monkeypatch.setattr(dispatch, "choose", by_name)

@@ -12,7 +12,9 @@ from ops.triton.specification import (
 )
 from oracle import gradients, make_map, rows
 
-from schoenbat import rmfa
+from schoenbat import SchoenbAt, rmfa
+from schoenbat.functional import attend
+from schoenbat.ops.unit_rows import UnitRows
 
 pytest.importorskip("triton")
 CONSTRUCTIONS = ["exact-low", "unbiased", "paper"]
@@ -57,7 +59,8 @@ def test_masks_groups_and_maps_per_head(few_programs):
     assert_close_to_specification(features, tensors, torch.linspace(0.5, 3.0, 4), **options)
 
 
-def test_what_is_masked_may_be_nan():
+@pytest.mark.parametrize("unit_rows", [None, UnitRows(True, 1e-13)])
+def test_what_is_masked_may_be_nan(unit_rows):
     features = make_map("exact-low", 16, 40, dtype=torch.float32, device=DEVICE)
     tensors = [x.to(DEVICE) for x in draw(20, 20)]
     mask = torch.ones(1, 20, dtype=torch.bool, device=DEVICE)
@@ -65,15 +68,74 @@ def test_what_is_masked_may_be_nan():
     for x in tensors[1:]:
         x[..., :7, :] = torch.nan
     inputs = [x.requires_grad_() for x in tensors]
-    options = {"key_mask": mask, "is_causal": True, "implementation": "triton"}
-    got, grads = gradients(lambda: rmfa(*inputs, features, **options), inputs)
+    options = {"is_causal": True, "unit_rows": unit_rows}
+    call = lambda: attend(*inputs, features, key_mask=mask, implementation="triton", **options)  # noqa: E731
+    got, grads = gradients(call, inputs)
     later = [x[..., 7:, :].detach() for x in tensors]
-    torch.testing.assert_close(
-        got[..., 7:, :], rmfa(*later, features, is_causal=True, implementation="eager")
-    )
+    torch.testing.assert_close(got[..., 7:, :], attend(*later, features, implementation="eager", **options))
     assert not got[..., :7, :].any()
     assert all(grad.isfinite().all() for grad in grads)
     assert not any(grad[..., :7, :].any() for grad in grads)
+
+
+def draw_long_and_short(queries, keys, **shape):
+    """Rows to be normalised: long ones, one below the least norm, a constant one and one of zeros.
+
+    What is short has large gradients: these see enough keys, else their rounding were all that is compared.
+    """
+    query, key, value = draw(queries, keys, heads=2, key_heads=1, **shape)
+    query, key = 3 * query + 0.5, 3 * key + 0.5
+    for x in (query, key):
+        x[..., -3, :], x[..., -5, :] = 0.0, 2.0
+        x[..., -7, :] *= 1e-3
+    return query, key, value
+
+
+@pytest.mark.parametrize(
+    ("construction", "dtype", "queries", "keys", "centred"),
+    [
+        ("exact-low", torch.float32, 40, 40, True),
+        ("exact-low", torch.float16, 90, 70, True),
+        ("unbiased", torch.float32, 18, 37, False),
+        ("unbiased", torch.float16, 80, 80, False),
+    ],
+)
+def test_rows_are_normalised_on_the_way(few_programs, construction, dtype, queries, keys, centred):
+    features = make_map(construction, 20, 40, dtype=torch.float32, device=DEVICE)
+    tensors = draw_long_and_short(queries, keys, dim=20, dtype=dtype)
+    mask = (torch.rand(1, keys, generator=torch.Generator().manual_seed(0)) > 0.3).to(DEVICE)
+    options = {"key_mask": mask, "enable_gqa": True, "is_causal": True, "unit_rows": UnitRows(centred, 1e-3)}
+    assert_close_to_specification(features, tensors, torch.tensor([0.7, 1.3]), **options)
+
+
+@pytest.mark.parametrize("normalization", ["token", "l2"])
+def test_a_module_normalises_on_the_way(few_programs, auto_takes_the_kernels, normalization):
+    """As it would before the call: the whole sequence, pieces that go on from a state, and one token."""
+    options = {"construction": "exact-low", "normalization": normalization, "seed": 0, "device": DEVICE}
+    module = SchoenbAt(20, 1, 24, **options)
+    inputs = [(3 * x + 0.5).to(DEVICE).requires_grad_() for x in draw(24, 24, dim=20)]
+    mask = torch.arange(24, device=DEVICE)[None] >= 5
+    wanted = [*inputs, *module.parameters()]
+
+    def outside():
+        query, key, value = inputs
+        options = {"key_mask": mask, "is_causal": True}
+        return module.post(module.attend(module.query_norm(query), module.key_norm(key), value, **options))
+
+    def in_pieces(cut):
+        pieces, state = [], None
+        for start, end in ((0, cut), (cut, 24)):
+            piece = [x[..., start:end, :] for x in inputs]
+            out, state = module.step(*piece, state, key_mask=mask[:, start:end])
+            pieces.append(out)
+        return torch.cat(pieces, dim=-2)
+
+    right = gradients(outside, wanted)
+    whole = gradients(lambda: module(*inputs, key_mask=mask, is_causal=True), wanted)
+    torch.testing.assert_close(whole, right, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(gradients(lambda: in_pieces(20), wanted), right, rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        torch.testing.assert_close(in_pieces(23), right[0], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -172,6 +234,7 @@ def test_operator_is_well_formed():
     x = [rows(1, 1, 1, 5, 16, seed=i, dtype=torch.float32).to(DEVICE).requires_grad_() for i in range(3)]
     scale = torch.ones(1, 1, 1, 1, device=DEVICE, requires_grad=True)
     arguments = (*x, None, [], None, plan.tensors, [], feature_map.coefficients, scale, plan.flags, 1.2)
+    arguments += 2, 1e-13
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(library.attend_causal, arguments, test_utils=checks)
 
@@ -190,6 +253,31 @@ def test_matches_the_specification_on_a_gpu(dtype, construction, length):
         few_keys = where_few_keys_are_in_sight(features, tensors, scale, causal & mask[:, None, None, :])
     options = {"key_mask": mask, "is_causal": True}
     assert_close_to_specification(features, tensors, scale, "eager", few_keys, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("construction", "dtype", "queries", "keys", "dim", "num_features", "centred"),
+    [
+        ("exact-low", torch.bfloat16, 1000, 1000, 64, 128, True),
+        ("exact-low", torch.bfloat16, 1000, 1000, 64, 128, False),
+        ("exact-low", torch.bfloat16, 4096, 3000, 64, 512, True),
+        ("exact-low", torch.bfloat16, 900, 2000, 80, 256, True),
+        ("exact-low", torch.float16, 1000, 1000, 64, 128, True),
+        ("exact-low", torch.float32, 1000, 1000, 32, 128, True),
+        ("unbiased", torch.bfloat16, 1000, 1000, 64, 128, True),
+        ("unbiased", torch.bfloat16, 4096, 3000, 64, 512, True),
+        ("unbiased", torch.bfloat16, 900, 2000, 32, 128, False),
+        ("unbiased", torch.float16, 1000, 1000, 64, 128, True),
+        ("unbiased", torch.float32, 1000, 1000, 64, 128, True),
+    ],
+)
+def test_rows_are_normalised_on_a_gpu(construction, dtype, queries, keys, dim, num_features, centred):
+    features = make_map(construction, dim, num_features, dtype=torch.float32, device=DEVICE)
+    tensors = draw_long_and_short(queries, keys, dim=dim, dtype=dtype)
+    mask = (torch.rand(1, keys, generator=torch.Generator().manual_seed(0)) > 0.3).to(DEVICE)
+    options = {"key_mask": mask, "enable_gqa": True, "is_causal": True, "unit_rows": UnitRows(centred, 1e-3)}
+    assert_close_to_specification(features, tensors, torch.tensor([0.7, 2.0]), "eager", **options)
 
 
 @pytest.mark.gpu

@@ -6,6 +6,8 @@ from ops.triton.specification import DEVICE, TOLERANCE, relative_error
 from oracle import make_map, rows
 
 from schoenbat import RMFAState, rmfa, rmfa_step
+from schoenbat.functional import step
+from schoenbat.ops.unit_rows import UnitRows
 
 pytest.importorskip("triton")
 
@@ -19,7 +21,7 @@ def decode(features, tensors, implementation, state_dtype=torch.float32, mask=No
     for i in range(query.shape[-2]):
         token = [x[..., i : i + 1, :] for x in tensors]
         key_mask = None if mask is None else mask[:, i : i + 1]
-        out, state = rmfa_step(
+        out, state = step(
             *token,
             features,
             state,
@@ -32,12 +34,13 @@ def decode(features, tensors, implementation, state_dtype=torch.float32, mask=No
     return torch.cat(outputs, dim=-2), state
 
 
-def assert_decodes(features, tensors, mask=None):
+def assert_decodes(features, tensors, mask=None, **options):
     scale = torch.linspace(0.5, 2.5, tensors[0].shape[1], device=DEVICE)
     tensors = [x.to(DEVICE) for x in tensors]
-    got, state = decode(features, tensors, "triton", mask=mask, scale=scale)
+    got, state = decode(features, tensors, "triton", mask=mask, scale=scale, **options)
     exact = [x.double() for x in tensors]
-    right, right_state = decode(features, exact, "eager", torch.float64, mask, scale=scale.double())
+    options["scale"] = scale.double()
+    right, right_state = decode(features, exact, "eager", torch.float64, mask, **options)
     assert got.dtype == tensors[0].dtype
     assert relative_error(got, right) < TOLERANCE[got.dtype]
     for a, b in zip(vars(state).values(), vars(right_state).values(), strict=True):
@@ -65,6 +68,24 @@ def test_masks_groups_and_maps_per_head():
     torch.testing.assert_close(got, right)
     assert not got[:, :, 0].any()
     assert_decodes(features, exact, mask)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("centred", "heads"), [(True, 1), (True, 3), (False, 1)])
+def test_rows_are_normalised_on_the_way(centred, heads, dtype):
+    """A row of zeros, one below the least norm, long ones; a key that is masked and NaN."""
+    features = make_map("exact-low", 20, 40, dtype=torch.float32, device=DEVICE)
+    query, key, value = (rows(1, h, 4, 20, seed=i, dtype=dtype) for i, h in enumerate((heads, 1, 1)))
+    query, key = 3 * query + 0.5, 3 * key + 0.5
+    query[..., 1, :], key[..., 2, :] = 0.0, 0.0
+    query[..., 2, :] *= 1e-3
+    mask = torch.tensor([[False, True, True, True]], device=DEVICE)
+    options = {"mask": mask, "unit_rows": UnitRows(centred, 1e-3)}
+    assert_decodes(features, [query, key, value], **options)
+    tensors = [x.to(DEVICE) for x in (query, key, value)]
+    right, _ = decode(features, tensors, "triton", **options)
+    tensors[1][..., 0, :] = torch.nan
+    assert torch.equal(decode(features, tensors, "triton", **options)[0], right)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +132,7 @@ def test_operator_is_well_formed():
     x = [rows(1, 1, 1, 1, 16, seed=i, dtype=torch.float32).to(DEVICE) for i in range(3)]
     state = RMFAState.zeros(features, 1, 1, 16, device=DEVICE)
     scale, count = torch.ones(1, 1, 1, 1, device=DEVICE), state.count.view(-1, 1, 1, 1, 1)
-    small = plan.tensors, feature_map.coefficients, scale, plan.flags, 1.2
+    small = plan.tensors, feature_map.coefficients, scale, plan.flags, 1.2, 2, 1e-13
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(library.step, (*x, None, count, list(state._sums()), *small), test_utils=checks)
 

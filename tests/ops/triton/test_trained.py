@@ -14,7 +14,6 @@ from ops.triton.specification import (
 from oracle import gradients, make_map, rows
 
 from schoenbat import RMFAState, SchoenbAt, rmfa
-from schoenbat.ops import dispatch
 from schoenbat.ops.unit_rows import UnitRows
 
 pytest.importorskip("triton")
@@ -91,10 +90,12 @@ def test_an_active_floor_has_gradients(few_programs, is_causal):
     assert_close_to_specification(features, tensors, torch.tensor([2.0]), is_causal=is_causal)
 
 
-def test_rows_are_normalised_on_the_way(few_programs):
+@BOTH
+def test_rows_are_normalised_on_the_way(few_programs, is_causal):
     features = make_trained("exact-low", 20)
     tensors = [3 * x + 0.5 for x in draw(18, 18, dim=20)]
-    assert_close_to_specification(features, tensors, torch.tensor([1.3]), unit_rows=UnitRows(True, 1e-3))
+    options = {"unit_rows": UnitRows(True, 1e-3), "is_causal": is_causal}
+    assert_close_to_specification(features, tensors, torch.tensor([1.3]), **options)
 
 
 @BOTH
@@ -183,13 +184,13 @@ def test_operator_is_well_formed(is_causal):
     x = [rows(1, 1, 1, 5, 16, seed=i, dtype=torch.float32).to(DEVICE).requires_grad_() for i in range(3)]
     scale = torch.ones(1, 1, 1, 1, device=DEVICE, requires_grad=True)
     trained = [t.detach().requires_grad_(t.is_floating_point()) for t in trained_map(blocks, weight)]
-    map_and_scale = plan.tensors, trained, coefficients.detach().requires_grad_(), scale, plan.flags, 1.2
+    map_and_scale = plan.tensors, trained, coefficients.detach().requires_grad_(), scale, plan.flags
+    small = *map_and_scale, 1.2, 2, 1e-13
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     if is_causal:
-        arguments = *x, None, [], None, *map_and_scale
-        torch.library.opcheck(library.attend_causal, arguments, test_utils=checks)
+        torch.library.opcheck(library.attend_causal, (*x, None, [], None, *small), test_utils=checks)
     else:
-        torch.library.opcheck(library.attend, (*x, None, *map_and_scale, 2, 1e-13), test_utils=checks)
+        torch.library.opcheck(library.attend, (*x, None, *small), test_utils=checks)
 
 
 @BOTH
@@ -203,18 +204,6 @@ def test_compiles_to_one_graph(few_programs, is_causal):
 
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(gradients(compiled, inputs), gradients(attend, inputs))
-
-
-@pytest.fixture
-def auto_takes_the_kernels(monkeypatch):
-    """Without a GPU, too."""
-    choose = dispatch.choose
-
-    def by_name(implementation, obstacle, query):
-        assert implementation == "auto"
-        return choose("triton", obstacle, query)
-
-    monkeypatch.setattr(dispatch, "choose", by_name)
 
 
 @pytest.mark.parametrize(

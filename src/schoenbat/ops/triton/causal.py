@@ -8,7 +8,14 @@ import triton.language as tl
 
 from schoenbat.ops.triton.causal_sums import LENGTHS, earlier_keys, normaliser, seen, shares, state, vector
 from schoenbat.ops.triton.features import evaluate, evaluate_backward, linear_scores
-from schoenbat.ops.triton.rows import LOWEST_EXPONENT, load_tile, store_tile, visible
+from schoenbat.ops.triton.rows import (
+    LOWEST_EXPONENT,
+    load_tile,
+    load_unit_tile,
+    store_tile,
+    unit_backward,
+    visible,
+)
 
 
 @triton.jit
@@ -37,10 +44,10 @@ def read(
     p_query, p_key, p_value, p_mask, p_count, p_scale, p_coefficients, p_out, p_inverse, p_constant, p_slope,
     p_near, p_near_totals, p_near_x, p_near_rows, p_far, p_far_totals, p_far_x, p_far_rows, p_earlier,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-    N_QUERY, N_KEY, FIRST_QUERY, FIRST_KEY, FIRST_TILE, TILES, SEGMENTS, NUM_ROW_TILES, KEY_SCALE,
+    N_QUERY, N_KEY, FIRST_QUERY, FIRST_KEY, FIRST_TILE, TILES, SEGMENTS, NUM_ROW_TILES, KEY_SCALE, EPS,
     p_tiles, p_root, p_linear, p_degrees, p_first, NUM_TILES, num_groups,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, MAPS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_STATE: tl.constexpr, IDENTITY: tl.constexpr,
-    QUADRATIC: tl.constexpr, CHUNK: tl.constexpr, DIM: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
+    QUADRATIC: tl.constexpr, UNIT: tl.constexpr, CHUNK: tl.constexpr, DIM: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A tile of outputs; by row also 1/f, e, and the derivative of f with respect to the mean logit."""
@@ -76,11 +83,11 @@ def read(
     m_q = visible(p_mask, q_start, N_QUERY, BLOCK, False)
     m_k = visible(p_mask, k_start, N_KEY, BLOCK, HAS_MASK)
     m_causal = o_n[:, None] >= o_n[None, :]
-    b_q = load_tile(p_query, q_start, stride_qn, m_q, DIM, BLOCK, BLOCK_D)
+    b_q, _ = load_unit_tile(p_query, q_start, stride_qn, m_q, EPS, UNIT, DIM, BLOCK, BLOCK_D)
     dtype = b_q.dtype
 
     # The mean logit, which makes the floor.
-    b_k = load_tile(p_key, k_start, stride_kn, m_k, DIM, BLOCK, BLOCK_D)
+    b_k, _ = load_unit_tile(p_key, k_start, stride_kn, m_k, EPS, UNIT, DIM, BLOCK, BLOCK_D)
     b_logits = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
     b_logit = tl.sum(tl.where(m_causal, b_logits, 0.0), axis=1) * KEY_SCALE
     b_keys = vector(p_near_x + i_row * BLOCK_D, p_far_x + i_far * BLOCK_D, 0, BLOCK_D)
@@ -122,7 +129,7 @@ def read(
         for i_other in range(i_tile // CHUNK * CHUNK, i_tile):
             start = i_other * BLOCK - FIRST_KEY
             m_other = visible(p_mask, start, N_KEY, BLOCK, HAS_MASK)
-            b_other = load_tile(p_key, start, stride_kn, m_other, DIM, BLOCK, BLOCK_D)
+            b_other, _ = load_unit_tile(p_key, start, stride_kn, m_other, EPS, UNIT, DIM, BLOCK, BLOCK_D)
             b_more = _scores(
                 b_q, b_other, scale, KEY_SCALE, p_tiles, p_root, p_linear, p_degrees, p_first, num_groups, IDENTITY,
                 QUADRATIC, BLOCK_D, BLOCK, GROUP, PRECISION,
@@ -199,10 +206,10 @@ def query_backward(
     p_dquery, p_dtotal, p_dmean, p_dfloored, p_dscale,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_gb, stride_gh, stride_gn,
-    N_QUERY, N_KEY, FIRST_QUERY, FIRST_KEY, FIRST_TILE, TILES, SEGMENTS, NUM_ROW_TILES, KEY_SCALE,
+    N_QUERY, N_KEY, FIRST_QUERY, FIRST_KEY, FIRST_TILE, TILES, SEGMENTS, NUM_ROW_TILES, KEY_SCALE, EPS,
     p_tiles, p_root, p_linear, p_degrees, p_first, NUM_TILES, num_groups,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, MAPS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_STATE: tl.constexpr, IDENTITY: tl.constexpr,
-    QUADRATIC: tl.constexpr, TRAINED: tl.constexpr, CHUNK: tl.constexpr, DIM: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
+    QUADRATIC: tl.constexpr, UNIT: tl.constexpr, TRAINED: tl.constexpr, CHUNK: tl.constexpr, DIM: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A tile of query gradients; by row also those of T and of the mean logit, divided by the count; that of the scale.
@@ -270,8 +277,8 @@ def query_backward(
     b_rows = (b_grad32 * (b_inverse * weight)[:, None]).to(dtype)
     b_dscores = (b_dots * b_inverse[:, None] + b_dtotal[:, None]) * weight
     b_dscores = tl.where(m_causal, b_dscores, 0.0).to(dtype)
-    b_q = load_tile(p_query, q_start, stride_qn, m_q, DIM, BLOCK, BLOCK_D)
-    b_k = load_tile(p_key, k_start, stride_kn, m_k, DIM, BLOCK, BLOCK_D)
+    b_q, b_factor = load_unit_tile(p_query, q_start, stride_qn, m_q, EPS, UNIT, DIM, BLOCK, BLOCK_D)
+    b_k, _ = load_unit_tile(p_key, k_start, stride_kn, m_k, EPS, UNIT, DIM, BLOCK, BLOCK_D)
     b_keys = vector(p_near_x + i_row * BLOCK_D, p_far_x + i_far * BLOCK_D, 0, BLOCK_D)
     b_dx = b_dmean[:, None] * b_keys[None, :]
     if tl.max(tl.abs(b_dmean), axis=0) > 0.0:  # the floor acts somewhere, which is rare
@@ -286,7 +293,7 @@ def query_backward(
         for i_other in range(i_tile // CHUNK * CHUNK, i_tile):
             start = i_other * BLOCK - FIRST_KEY
             m_other = visible(p_mask, start, N_KEY, BLOCK, HAS_MASK)
-            b_k = load_tile(p_key, start, stride_kn, m_other, DIM, BLOCK, BLOCK_D)
+            b_k, _ = load_unit_tile(p_key, start, stride_kn, m_other, EPS, UNIT, DIM, BLOCK, BLOCK_D)
             b_v = load_tile(p_value, start, stride_vn, m_other, DV, BLOCK, BLOCK_V)
             b_dots = tl.dot(b_grad, tl.trans(b_v), input_precision=PRECISION)
             b_dscores = ((b_dots * b_inverse[:, None] + b_dtotal[:, None]) * weight).to(dtype)
@@ -298,4 +305,5 @@ def query_backward(
     # b_dx is the gradient of scale · query, on which alone everything depends.
     b_along = tl.sum(b_dx * b_q.to(tl.float32), axis=1)
     tl.store(p_dscale + tl.program_id(0), tl.sum(b_along, axis=0))
-    store_tile(p_dquery + i_out * DIM, q_start, b_dx * scale, m_q, DIM, BLOCK, BLOCK_D)
+    b_dx = unit_backward(b_dx * scale, b_q, b_factor, EPS, UNIT, DIM, BLOCK_D)
+    store_tile(p_dquery + i_out * DIM, q_start, b_dx, m_q, DIM, BLOCK, BLOCK_D)

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from schoenbat.ops.triton.causal_sums import LENGTHS, earlier_keys, normaliser, shares, state, vector
 from schoenbat.ops.triton.features import evaluate, evaluate_backward, linear_scores
-from schoenbat.ops.triton.rows import load_tile, store_tile, visible
+from schoenbat.ops.triton.rows import load_tile, load_unit_tile, store_tile, unit_backward, visible
 
 
 @triton.jit
@@ -104,10 +104,10 @@ def key_backward(
     p_dvalue,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_gb, stride_gh, stride_gn,
-    N_QUERY, N_KEY, FIRST_QUERY, FIRST_KEY, FIRST_TILE, TILES, SEGMENTS, NUM_ROW_TILES, KEY_SCALE,
+    N_QUERY, N_KEY, FIRST_QUERY, FIRST_KEY, FIRST_TILE, TILES, SEGMENTS, NUM_ROW_TILES, KEY_SCALE, EPS,
     p_tiles, p_root, p_linear, p_degrees, p_first, NUM_TILES, num_groups,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, MAPS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_STATE: tl.constexpr, IDENTITY: tl.constexpr,
-    QUADRATIC: tl.constexpr, CHUNK: tl.constexpr, DIM: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
+    QUADRATIC: tl.constexpr, UNIT: tl.constexpr, CHUNK: tl.constexpr, DIM: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A tile of key and value gradients, as far as they come from one query head."""
@@ -144,8 +144,8 @@ def key_backward(
     q_start, k_start = i_tile * BLOCK - FIRST_QUERY, i_tile * BLOCK - FIRST_KEY
     m_q = visible(p_mask, q_start, N_QUERY, BLOCK, False)
     m_k = visible(p_mask, k_start, N_KEY, BLOCK, HAS_MASK)
-    b_k = load_tile(p_key, k_start, stride_kn, m_k, DIM, BLOCK, BLOCK_D)
-    b_q = load_tile(p_query, q_start, stride_qn, m_q, DIM, BLOCK, BLOCK_D)
+    b_k, _ = load_unit_tile(p_key, k_start, stride_kn, m_k, EPS, UNIT, DIM, BLOCK, BLOCK_D)
+    b_q, _ = load_unit_tile(p_query, q_start, stride_qn, m_q, EPS, UNIT, DIM, BLOCK, BLOCK_D)
     b_grad = load_tile(p_grad, q_start, stride_gn, m_q, DV, BLOCK, BLOCK_V)
     b_inverse = tl.load(p_inverse + q_start + o_n, mask=m_q, other=0.0)
     weight = normaliser(i_tile, FIRST_KEY, earlier, BLOCK)
@@ -165,7 +165,7 @@ def key_backward(
         for i_other in range(i_tile + 1, last):
             start = i_other * BLOCK - FIRST_QUERY
             m_other = visible(p_mask, start, N_QUERY, BLOCK, False)
-            b_other = load_tile(p_query, start, stride_qn, m_other, DIM, BLOCK, BLOCK_D)
+            b_other, _ = load_unit_tile(p_query, start, stride_qn, m_other, EPS, UNIT, DIM, BLOCK, BLOCK_D)
             b_other_grad = load_tile(p_grad, start, stride_gn, m_other, DV, BLOCK, BLOCK_V)
             b_other_inverse = tl.load(p_inverse + start + o_n, mask=m_other, other=0.0)
             b_dv = _value_pair(
@@ -176,6 +176,10 @@ def key_backward(
     b_dv = tl.where(m_k[:, None], b_dv, 0.0)
     store_tile(p_dvalue + i_out * N_KEY * DV, k_start, b_dv, m_in, DV, BLOCK, BLOCK_V)
 
+    # Unit rows are formed three times: to hold them and their factors all along would take registers.
+    if UNIT > 0:
+        b_k, _ = load_unit_tile(p_key, k_start, stride_kn, m_k, EPS, UNIT, DIM, BLOCK, BLOCK_D)
+        b_q, _ = load_unit_tile(p_query, q_start, stride_qn, m_q, EPS, UNIT, DIM, BLOCK, BLOCK_D)
     b_v = load_tile(p_value, k_start, stride_vn, m_k, DV, BLOCK, BLOCK_V)
     b_dtotal = tl.load(p_dtotal + q_start + o_n, mask=m_q, other=0.0)
     b_dmean = tl.load(p_dmean + q_start + o_n, mask=m_q, other=0.0)
@@ -190,7 +194,7 @@ def key_backward(
         for i_other in range(i_tile + 1, last):
             start = i_other * BLOCK - FIRST_QUERY
             m_other = visible(p_mask, start, N_QUERY, BLOCK, False)
-            b_other = load_tile(p_query, start, stride_qn, m_other, DIM, BLOCK, BLOCK_D)
+            b_other, _ = load_unit_tile(p_query, start, stride_qn, m_other, EPS, UNIT, DIM, BLOCK, BLOCK_D)
             b_other_grad = load_tile(p_grad, start, stride_gn, m_other, DV, BLOCK, BLOCK_V)
             b_other_inverse = tl.load(p_inverse + start + o_n, mask=m_other, other=0.0)
             b_other_dtotal = tl.load(p_dtotal + start + o_n, mask=m_other, other=0.0)
@@ -200,5 +204,10 @@ def key_backward(
                 p_root, p_linear, p_degrees, p_first, num_groups, False, IDENTITY, QUADRATIC, BLOCK_D, BLOCK_V, BLOCK, GROUP,
                 PRECISION,
             )  # fmt: skip
-    b_dx = tl.where(m_k[:, None], b_dx * KEY_SCALE, 0.0)
+    b_dx *= KEY_SCALE
+    if UNIT > 0:
+        tl.debug_barrier()
+        b_k, b_factor = load_unit_tile(p_key, k_start, stride_kn, m_k, EPS, UNIT, DIM, BLOCK, BLOCK_D)
+        b_dx = unit_backward(b_dx, b_k, b_factor, EPS, UNIT, DIM, BLOCK_D)
+    b_dx = tl.where(m_k[:, None], b_dx, 0.0)
     store_tile(p_dkey + i_out * N_KEY * DIM, k_start, b_dx, m_in, DIM, BLOCK, BLOCK_D)

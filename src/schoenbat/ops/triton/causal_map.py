@@ -12,7 +12,7 @@ import triton.language as tl
 from schoenbat.ops.triton.causal_sums import LENGTHS, normaliser, shares, state, vector
 from schoenbat.ops.triton.features import evaluate
 from schoenbat.ops.triton.map_gradients import add_rows, group_of, nothing, part_and_program, store_total
-from schoenbat.ops.triton.rows import load_tile, visible
+from schoenbat.ops.triton.rows import load_tile, load_unit_tile, visible
 
 
 @triton.jit
@@ -69,11 +69,11 @@ def map_backward(
     p_near, p_near_totals, p_far, p_far_totals, p_parts,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_gb, stride_gh, stride_gn,
-    N_QUERY, N_KEY, FIRST_QUERY, FIRST_KEY, FIRST_TILE, TILES, SEGMENTS, NUM_ROW_TILES, KEY_SCALE, EACH, SPLITS,
+    N_QUERY, N_KEY, FIRST_QUERY, FIRST_KEY, FIRST_TILE, TILES, SEGMENTS, NUM_ROW_TILES, KEY_SCALE, EPS, EACH, SPLITS,
     p_tiles, p_root, p_linear, p_degrees, p_first, NUM_TILES, num_groups,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, MAPS: tl.constexpr, HAS_MASK: tl.constexpr, IS_QUERY: tl.constexpr,
-    LINEAR: tl.constexpr, IDENTITY: tl.constexpr, QUADRATIC: tl.constexpr, CHUNK: tl.constexpr, DIM: tl.constexpr,
-    DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    LINEAR: tl.constexpr, IDENTITY: tl.constexpr, QUADRATIC: tl.constexpr, UNIT: tl.constexpr, CHUNK: tl.constexpr,
+    DIM: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What EACH tiles of queries (IS_QUERY) or keys give one tile of directions, or the identity features (LINEAR)."""
@@ -136,7 +136,8 @@ def map_backward(
                 b_dscores = _score_gradient(
                     b_grad, b_v, b_inverse, b_dtotal, weight, i_tile, i_other, BLOCK, PRECISION
                 )
-                b_other, other_scale = load_tile(p_key, start, stride_kn, m_k, DIM, BLOCK, BLOCK_D), KEY_SCALE
+                b_other, _ = load_unit_tile(p_key, start, stride_kn, m_k, EPS, UNIT, DIM, BLOCK, BLOCK_D)
+                other_scale = KEY_SCALE
             else:
                 start = i_other * BLOCK - FIRST_QUERY
                 weight = normaliser(i_other, FIRST_KEY, 0, BLOCK)
@@ -149,7 +150,8 @@ def map_backward(
                         b_grad, b_v, b_inverse, b_dtotal, weight, i_other, i_tile, BLOCK, PRECISION
                     )
                 )
-                b_other, other_scale = load_tile(p_query, start, stride_qn, m_q, DIM, BLOCK, BLOCK_D), scale
+                b_other, _ = load_unit_tile(p_query, start, stride_qn, m_q, EPS, UNIT, DIM, BLOCK, BLOCK_D)
+                other_scale = scale
             b_phi = _features(
                 b_other, other_scale, i_group, p_tiles, p_root, p_linear, p_degrees, p_first, LINEAR, QUADRATIC, BLOCK_D,
                 BLOCK, GROUP, PRECISION,
@@ -157,9 +159,9 @@ def map_backward(
             b_dphi += tl.dot(b_dscores, b_phi, input_precision=PRECISION) / weight
 
         if IS_QUERY:
-            b_x = load_tile(p_query, q_start, stride_qn, m_q, DIM, BLOCK, BLOCK_D)
+            b_x, _ = load_unit_tile(p_query, q_start, stride_qn, m_q, EPS, UNIT, DIM, BLOCK, BLOCK_D)
         else:
-            b_x = load_tile(p_key, k_start, stride_kn, m_k, DIM, BLOCK, BLOCK_D)
+            b_x, _ = load_unit_tile(p_key, k_start, stride_kn, m_k, EPS, UNIT, DIM, BLOCK, BLOCK_D)
         b_total = add_rows(
             b_total, b_dphi, b_x, row_scale, i_group, i_part, p_tiles, p_root, p_degrees, p_first, LINEAR, QUADRATIC, BLOCK,
             BLOCK_D, GROUP, PRECISION,

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from schoenbat.ops.triton.features import evaluate
-from schoenbat.ops.triton.rows import NARROW, load_tile, visible
+from schoenbat.ops.triton.rows import NARROW, load_tile, load_unit_tile, visible
 
 # What depends on the length of a sequence: no kernel is compiled again for another length.
 LENGTHS = (
@@ -98,11 +98,11 @@ def accumulate(
     p_x, p_rows, p_mask, p_scale, p_inverse, p_constant, p_dtotal, p_dmean,
     p_near, p_near_totals, p_near_x, p_near_rows, p_sums, p_totals, p_x_sum, p_row_sum, p_earlier,
     stride_xb, stride_xh, stride_xn, stride_rb, stride_rh, stride_rn,
-    N, FIRST, FIRST_KEY, TILES, SEGMENTS, NUM_ROW_TILES, KEY_SCALE,
+    N, FIRST, FIRST_KEY, TILES, SEGMENTS, NUM_ROW_TILES, KEY_SCALE, EPS,
     p_tiles, p_root, p_linear, p_degrees, p_first, NUM_TILES, num_groups,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, MAPS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_STATE: tl.constexpr,
-    IS_QUERY: tl.constexpr, IDENTITY: tl.constexpr, PARTS: tl.constexpr, QUADRATIC: tl.constexpr, CHUNK: tl.constexpr, DIM: tl.constexpr,
-    DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    IS_QUERY: tl.constexpr, IDENTITY: tl.constexpr, PARTS: tl.constexpr, QUADRATIC: tl.constexpr, UNIT: tl.constexpr, CHUNK: tl.constexpr,
+    DIM: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A segment's Σφ(x) rowᵀ, Σφ(x) w, Σx u and Σrow e, whole and as they were before each chunk or tile.
@@ -129,16 +129,16 @@ def accumulate(
         _accumulate(
             p_x, p_rows, p_mask, scale, p_inverse, p_constant, p_dtotal, p_dmean, p_near, p_near_totals, p_near_x, p_near_rows,
             p_sums, p_totals, p_x_sum, p_row_sum, stride_xn, stride_rn, i_bh, i_segment, 0,
-            N, FIRST, FIRST_KEY, earlier, TILES, SEGMENTS, NUM_ROW_TILES, p_tiles, p_root, p_linear, p_degrees, p_first, num_groups,
-            True, HAS_MASK, IS_QUERY, IDENTITY, QUADRATIC, CHUNK, DIM, DV, BLOCK_D, BLOCK_V, BLOCK, GROUP, PRECISION,
+            N, FIRST, FIRST_KEY, earlier, TILES, SEGMENTS, NUM_ROW_TILES, EPS, p_tiles, p_root, p_linear, p_degrees, p_first, num_groups,
+            True, HAS_MASK, IS_QUERY, IDENTITY, QUADRATIC, UNIT, CHUNK, DIM, DV, BLOCK_D, BLOCK_V, BLOCK, GROUP, PRECISION,
             BLOCK_D,
         )  # fmt: skip
     else:
         _accumulate(
             p_x, p_rows, p_mask, scale, p_inverse, p_constant, p_dtotal, p_dmean, p_near, p_near_totals, p_near_x, p_near_rows,
             p_sums, p_totals, p_x_sum, p_row_sum, stride_xn, stride_rn, i_bh, i_segment, i_part - 1,
-            N, FIRST, FIRST_KEY, earlier, TILES, SEGMENTS, NUM_ROW_TILES, p_tiles, p_root, p_linear, p_degrees, p_first, num_groups,
-            False, HAS_MASK, IS_QUERY, IDENTITY, QUADRATIC, CHUNK, DIM, DV, BLOCK_D, BLOCK_V, BLOCK, GROUP, PRECISION,
+            N, FIRST, FIRST_KEY, earlier, TILES, SEGMENTS, NUM_ROW_TILES, EPS, p_tiles, p_root, p_linear, p_degrees, p_first, num_groups,
+            False, HAS_MASK, IS_QUERY, IDENTITY, QUADRATIC, UNIT, CHUNK, DIM, DV, BLOCK_D, BLOCK_V, BLOCK, GROUP, PRECISION,
             GROUP,
         )  # fmt: skip
 
@@ -147,9 +147,9 @@ def accumulate(
 def _accumulate(
     p_x, p_rows, p_mask, scale, p_inverse, p_constant, p_dtotal, p_dmean, p_near, p_near_totals, p_near_x, p_near_rows,
     p_sums, p_totals, p_x_sum, p_row_sum, stride_xn, stride_rn, i_bh, i_segment, i_group,
-    N, FIRST, FIRST_KEY, earlier, TILES, SEGMENTS, NUM_ROW_TILES, p_tiles, p_root, p_linear, p_degrees, p_first, num_groups,
+    N, FIRST, FIRST_KEY, earlier, TILES, SEGMENTS, NUM_ROW_TILES, EPS, p_tiles, p_root, p_linear, p_degrees, p_first, num_groups,
     LINEAR: tl.constexpr, HAS_MASK: tl.constexpr, IS_QUERY: tl.constexpr, IDENTITY: tl.constexpr,
-    QUADRATIC: tl.constexpr, CHUNK: tl.constexpr, DIM: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
+    QUADRATIC: tl.constexpr, UNIT: tl.constexpr, CHUNK: tl.constexpr, DIM: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr, FEATURES: tl.constexpr,
 ):  # fmt: skip
     """What `accumulate` does for one part; it has FEATURES features.
@@ -200,7 +200,7 @@ def _accumulate(
         # What this tile adds.
         start = i_tile * BLOCK - FIRST
         m_n = visible(p_mask, start, N, BLOCK, HAS_MASK)
-        b_x = load_tile(p_x, start, stride_xn, m_n, DIM, BLOCK, BLOCK_D)
+        b_x, _ = load_unit_tile(p_x, start, stride_xn, m_n, EPS, UNIT, DIM, BLOCK, BLOCK_D)
         b_rows = load_tile(p_rows, start, stride_rn, m_n, DV, BLOCK, BLOCK_V)
         dtype = b_x.dtype
         b_narrow = tl.full([BLOCK, NARROW], 1.0, tl.float32)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from schoenbat.ops.triton.features import monomials, product
-from schoenbat.ops.triton.rows import LOWEST_EXPONENT
+from schoenbat.ops.triton.rows import LOWEST_EXPONENT, unit_tile
 
 
 @triton.jit
@@ -133,10 +133,10 @@ def add_and_read(
 def step(
     p_query, p_key, p_value, p_mask, p_count, p_scale, p_coefficients, p_out,
     p_sums, p_totals, p_keys, p_values, p_new_sums, p_new_totals, p_new_keys, p_new_values,
-    stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, KEY_SCALE, num_features,
+    stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, KEY_SCALE, EPS, num_features,
     p_tiles, p_root, p_linear, p_degrees, p_first, NUM_TILES, num_groups,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, MAPS: tl.constexpr, HAS_MASK: tl.constexpr, IDENTITY: tl.constexpr,
-    QUADRATIC: tl.constexpr, DIM: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    QUADRATIC: tl.constexpr, UNIT: tl.constexpr, DIM: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     ROWS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """The sums after one token, and the outputs of the query heads of one key head."""
@@ -159,12 +159,16 @@ def step(
         takes_part = (tl.load(p_mask + i_b) != 0).to(tl.int32)
     count = (tl.load(p_count + i_b) + takes_part).to(tl.float32)
 
-    # Queries and the key, scaled; zeros for a key that does not take part.
+    # Queries and the key, of norm 1 if UNIT says so, scaled; zeros for a key that does not take part.
     o_q = i_b.to(tl.int64) * stride_qb + (i_h * GROUPS + o_r).to(tl.int64)[:, None] * stride_qh + o_d[None, :]
     b_q = tl.load(p_query + o_q, mask=m_q[:, None] & m_d[None, :], other=0.0).to(tl.float32)
+    b_q = unit_tile(b_q, EPS, UNIT, DIM, ROWS, BLOCK_D)[0]
     b_q = b_q * tl.load(p_scale + i_h * GROUPS + o_r, mask=m_q, other=0.0)[:, None]
     o_k = i_b.to(tl.int64) * stride_kb + i_h.to(tl.int64) * stride_kh
-    b_k = tl.load(p_key + o_k + o_d, mask=o_d < DIM * takes_part, other=0.0).to(tl.float32) * KEY_SCALE
+    b_k = tl.load(p_key + o_k + o_d, mask=o_d < DIM * takes_part, other=0.0).to(tl.float32)
+    if UNIT > 0:
+        b_k = tl.sum(unit_tile(b_k[None, :], EPS, UNIT, DIM, 1, BLOCK_D)[0], axis=0)
+    b_k *= KEY_SCALE
     o_w = i_b.to(tl.int64) * stride_vb + i_h.to(tl.int64) * stride_vh
     b_value = tl.load(p_value + o_w + o_v, mask=o_v < DV * takes_part, other=0.0).to(tl.float32)
     b_x = tl.where(o_r[:, None] == ROWS - 1, b_k[None, :], b_q)

@@ -12,6 +12,7 @@ from schoenbat.ops.triton import causal, causal_keys, causal_sums
 from schoenbat.ops.triton.launch import (
     Shape,
     Tiles,
+    Unit,
     as_rows,
     flat,
     map_arguments,
@@ -110,6 +111,7 @@ def attend(
     coefficients: Tensor,
     query_scale: Tensor,
     key_scale: float,
+    unit: Unit,
 ) -> list[Tensor]:
     """Outputs; what the backward pass starts from: three values for each row, and the eight sums.
 
@@ -119,7 +121,7 @@ def attend(
     q, k, v = as_rows(query), as_rows(key), as_rows(value)
     axis = Axis.of(q.shape[-2], k.shape[-2], shape, plan)
     before = lay_out(state, roots(shape, plan), shape, plan) if state else None
-    sums, _ = sums_along(k, v, mask, None, before, count, shape, plan, axis, None, key_scale)
+    sums, _ = sums_along(k, v, mask, None, before, count, shape, plan, axis, None, key_scale, unit)
     out = q.new_empty(*q.shape[:-1], shape.value_dim)
     by_row = [q.new_empty(q.shape[:-1], dtype=torch.float32) for _ in range(3)]
     if out.numel():
@@ -132,12 +134,14 @@ def attend(
                 *v.stride()[:3],
                 *axis.from_tile(axis.first_query),
                 key_scale,
+                unit.eps,
             ),
             *map_arguments(plan),
             HEADS=q.shape[1],
             GROUPS=shape.groups,
             HAS_MASK=mask is not None,
             HAS_STATE=count is not None,
+            UNIT=unit.code,
             CHUNK=axis.chunk,
             **shape.constants(plan, axis.tiles),
         )
@@ -156,6 +160,7 @@ def attend_backward(
     coefficients: Tensor,
     query_scale: Tensor,
     key_scale: float,
+    unit: Unit,
     trained: bool,
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """Gradients of query, key, value and query_scale, and of the state's four sums if there is one.
@@ -173,6 +178,7 @@ def attend_backward(
         "GROUPS": shape.groups,
         "HAS_MASK": mask is not None,
         "HAS_STATE": count is not None,
+        "UNIT": unit.code,
         "CHUNK": axis.chunk,
         **shape.constants(plan, axis.tiles),
     }
@@ -187,12 +193,13 @@ def attend_backward(
         *(per_map(coefficients, plan), g, out, inverse, constant, slope, *saved[4:]),
         _earlier(count, k),
         *(grad_query, to_total, to_mean, to_floored, to_scale, *strides, *axis.from_tile(axis.first_query)),
-        *(key_scale, *map_arguments(plan)),
+        *(key_scale, unit.eps, *map_arguments(plan)),
         TRAINED=trained,
         **shared,
     )
     by_row = [inverse, constant, to_total, to_mean]
-    sums, parts = sums_along(q, g, None, by_row, None, count, shape, plan, axis, query_scale, key_scale)
+    small = query_scale, key_scale, unit
+    sums, parts = sums_along(q, g, None, by_row, None, count, shape, plan, axis, *small)
     # Each query head gives a gradient to the key head it shares: added up afterwards, in float32.
     dtype = q.dtype if shape.groups == 1 else torch.float32
     grad_key, grad_value = (q.new_empty(*q.shape[:2], *x.shape[2:], dtype=dtype) for x in (k, v))
@@ -200,7 +207,7 @@ def attend_backward(
         causal_keys.key_backward[axis.programs(axis.first_key, heads)](
             *(q, k, v, flat(mask, k), query_scale, g, *by_row, *sums, _earlier(count, k)),
             *(grad_key, grad_value),
-            *(*strides, *axis.from_tile(axis.first_key), key_scale, *map_arguments(plan)),
+            *(*strides, *axis.from_tile(axis.first_key), key_scale, unit.eps, *map_arguments(plan)),
             **(shared | tiles_of_keys(axis.tiles).compilation),
         )
     to_keys = (over_groups(x, like) for x, like in ((grad_key, key), (grad_value, value)))
@@ -224,6 +231,7 @@ def sums_along(
     axis: Axis,
     query_scale: Tensor | None,
     key_scale: float,
+    unit: Unit,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """The eight sums over keys and values, or over queries and output gradients: see the kernels.
 
@@ -246,13 +254,14 @@ def sums_along(
     causal_sums.accumulate[(program_parts * axis.segments * heads,)](
         *(x_rows, row_rows, flat(mask, x), x if query_scale is None else query_scale),
         *(*(by_row or (x, x, x, x)), *sums[:4], *parts, _earlier(count, x), *x_strides, *row_strides),
-        *(x.shape[-2], first, first_key, *axis.cut, key_scale, *map_arguments(plan)),
+        *(x.shape[-2], first, first_key, *axis.cut, key_scale, unit.eps, *map_arguments(plan)),
         HEADS=x.shape[1],
         GROUPS=shape.groups if after else 1,
         HAS_MASK=mask is not None,
         HAS_STATE=count is not None,
         IS_QUERY=after,
         PARTS=program_parts,
+        UNIT=unit.code,
         CHUNK=axis.chunk,
         **shape.constants(plan, axis.tiles),
     )

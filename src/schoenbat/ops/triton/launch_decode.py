@@ -31,6 +31,7 @@ def step(
     coefficients: Tensor,
     query_scale: Tensor,
     key_scale: float,
+    unit: Unit,
 ) -> list[Tensor]:
     """Outputs and the sums after this token."""
     q, k, v = as_rows(query), as_rows(key), as_rows(value)
@@ -49,7 +50,8 @@ def step(
             per_map(coefficients, plan),
         ),
         *(out, *before, *after, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], key_scale),
-        *(before[0].shape[-2], *map_arguments(plan)),
+        *(unit.eps, before[0].shape[-2], *map_arguments(plan)),
+        UNIT=unit.code,
         **constants,
     )
     return [out, *after]

@@ -109,6 +109,7 @@ def causal(
     coefficients: Tensor,
     query_scale: Tensor,
     key_scale: float,
+    unit: Unit,
 ) -> list[Tensor]:
     """The same; `saved` is what `launch_causal.attend` gave, `by_row` the gradients of T, mean logit, f."""
     if not by_row:  # there are no queries
@@ -126,10 +127,11 @@ def causal(
         causal_map.map_backward[(own.programs,)](
             *(q, k, v, flat(mask, k), query_scale, g, inverse, to_total),
             *(near, near_totals, far, far_totals, own.parts, *strides, *positions[not own.is_query]),
-            *(key_scale, own.tiles_each, own.splits, *map_arguments(plan)),
+            *(key_scale, unit.eps, own.tiles_each, own.splits, *map_arguments(plan)),
             HEADS=q.shape[1],
             GROUPS=shape.groups,
             HAS_MASK=mask is not None,
+            UNIT=unit.code,
             CHUNK=axis.chunk,
             **own.constants,
             **shape.constants(plan, tiles),

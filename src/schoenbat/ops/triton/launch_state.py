@@ -18,10 +18,12 @@ from schoenbat.ops.triton.state import inverse_roots, lay_out, roots, take_out
 _AS_THEY_ARE = Unit()
 
 
-def summarize(key: Tensor, value: Tensor, mask: Tensor | None, plan: Plan, key_scale: float) -> list[Tensor]:
+def summarize(
+    key: Tensor, value: Tensor, mask: Tensor | None, plan: Plan, key_scale: float, unit: Unit
+) -> list[Tensor]:
     """Σφ(k)vᵀ, Σφ(k), Σk and Σv."""
     shape = Shape.of(key, value)
-    parts = launch.summarize(as_rows(key), as_rows(value), mask, shape, plan, key_scale, _AS_THEY_ARE)
+    parts = launch.summarize(as_rows(key), as_rows(value), mask, shape, plan, key_scale, unit)
     sums = [part.unflatten(0, (shape.batch * shape.heads, -1)).sum(1) for part in parts]
     return take_out(sums, inverse_roots(shape, plan), shape, plan)
 
@@ -34,6 +36,7 @@ def summarize_backward(
     value_sum: Tensor,
     plan: Plan,
     key_scale: float,
+    unit: Unit,
 ) -> list[Tensor]:
     """Gradients of key and value.
 
@@ -46,7 +49,7 @@ def summarize_backward(
     centre = F.pad(centre.flatten(0, 3), (0, shape.block_v - shape.value_dim))
     totals = torch.baddbmm(totals[..., None], sums, centre[..., None]).squeeze(-1)
     to_summary = sums.to(shape.dtype), totals, keys, rows
-    return launch.key_backward(key, value, mask, to_summary, centre, shape, plan, key_scale, _AS_THEY_ARE)
+    return launch.key_backward(key, value, mask, to_summary, centre, shape, plan, key_scale, unit)
 
 
 def read(

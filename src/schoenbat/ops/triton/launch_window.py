@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from schoenbat.ops.triton import window, window_backward, window_sums
-from schoenbat.ops.triton.launch import Shape, Tiles, as_rows, flat, map_arguments, per_map, sum_rows
+from schoenbat.ops.triton.launch import Shape, Tiles, Unit, as_rows, flat, map_arguments, per_map, sum_rows
 from schoenbat.ops.triton.launch_causal import Axis, over_groups, sums_along
 from schoenbat.ops.triton.plan import Plan
 
@@ -210,7 +210,7 @@ def _sums(
     axis, shape, plan, heads = call.axis, call.shape, call.plan, x.shape[0] * x.shape[1]
     axes = [axis] if call.near.is_causal else [axis, axis._replace(backwards=True)]
     ends = [
-        sums_along(x, rows, mask, by_row, None, None, shape, plan, one, query_scale, key_scale)[0]
+        sums_along(x, rows, mask, by_row, None, None, shape, plan, one, query_scale, key_scale, Unit())[0]
         for one in axes
     ]
     shapes = sizes(call, heads)

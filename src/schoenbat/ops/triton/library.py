@@ -124,13 +124,16 @@ def summarize(
     plan: Sequence[Tensor],
     flags: Sequence[int],
     key_scale: float,
+    unit: int,
+    eps: float,
 ) -> list[Tensor]:
     """The sums of a state, of these keys and values alone."""
-    return launch_state.summarize(key, value, mask, Plan.of(plan, flags), key_scale)
+    small = Plan.of(plan, flags), key_scale, launch.Unit(unit, eps)
+    return launch_state.summarize(key, value, mask, *small)
 
 
 @summarize.register_fake
-def _(key: Tensor, value: Tensor, mask: Any, plan: Any, flags: Any, key_scale: float) -> list[Tensor]:
+def _(key: Tensor, value: Tensor, mask: Any, plan: Any, flags: Any, *rest: Any) -> list[Tensor]:
     return empty_state(key, value, Plan.of(plan, flags))
 
 
@@ -144,9 +147,11 @@ def summarize_backward(
     plan: Sequence[Tensor],
     flags: Sequence[int],
     key_scale: float,
+    unit: int,
+    eps: float,
 ) -> list[Tensor]:
-    laid_out = Plan.of(plan, flags)
-    return launch_state.summarize_backward(key, value, mask, to_sums, value_sum, laid_out, key_scale)
+    small = Plan.of(plan, flags), key_scale, launch.Unit(unit, eps)
+    return launch_state.summarize_backward(key, value, mask, to_sums, value_sum, *small)
 
 
 @summarize_backward.register_fake
@@ -162,7 +167,7 @@ def _summarize_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) 
 def _summarize_gradient(ctx: Any, grad: list[Tensor]) -> tuple[Any, ...]:
     key, value, mask, value_sum, *plan = ctx.saved_tensors
     to_key, to_value = summarize_backward(key, value, mask, grad, value_sum, plan, *ctx.small)
-    return to_key, to_value, None, [None] * 5, None, None
+    return to_key, to_value, None, [None] * 5, None, None, None, None
 
 
 summarize.register_autograd(_summarize_gradient, setup_context=_summarize_context)
@@ -243,16 +248,18 @@ def attend_causal(
     query_scale: Tensor,
     flags: Sequence[int],
     key_scale: float,
+    unit: int,
+    eps: float,
 ) -> list[Tensor]:
     """A map that is trained goes without a state."""
-    small = Plan.of(plan, flags), coefficients, query_scale, key_scale
+    small = Plan.of(plan, flags), coefficients, query_scale, key_scale, launch.Unit(unit, eps)
     return launch_causal.attend(query, key, value, mask, state, count, *small)
 
 
 @attend_causal.register_fake
 def _(
     query: Tensor, key: Tensor, value: Tensor, mask: Any, state: Any, count: Any, plan: Any, trained: Any,
-    coefficients: Any, scale: Any, flags: Any, key_scale: float,
+    coefficients: Any, scale: Any, flags: Any, *rest: Any,
 ) -> list[Tensor]:  # fmt: skip
     shape, laid_out = launch.Shape.of(query, value), Plan.of(plan, flags)
     axis = launch_causal.Axis.of(query.shape[-2], key.shape[-2], shape, laid_out)
@@ -279,9 +286,11 @@ def attend_causal_backward(
     query_scale: Tensor,
     flags: Sequence[int],
     key_scale: float,
+    unit: int,
+    eps: float,
 ) -> list[Tensor]:
     inputs, laid_out = (grad, query, key, value, mask), Plan.of(plan, flags)
-    small = coefficients, query_scale, key_scale
+    small = coefficients, query_scale, key_scale, launch.Unit(unit, eps)
     grads, by_row, sums = launch_causal.attend_backward(
         *inputs, count, saved, laid_out, *small, bool(trained)
     )
@@ -317,7 +326,7 @@ def _causal_gradient(ctx: Any, grad: list[Tensor]) -> tuple[Any, ...]:
     to_state, to_map = ([], more) if count is None else (more, [])
     to_trained, to_coefficients = _to_trained(to_map)
     to_rows = to_query, to_key, to_value, None, to_state, None
-    return *to_rows, [None] * 5, to_trained, to_coefficients, to_scale, None, None
+    return *to_rows, [None] * 5, to_trained, to_coefficients, to_scale, None, None, None, None
 
 
 attend_causal.register_autograd(_causal_gradient, setup_context=_causal_context)
@@ -336,9 +345,11 @@ def step(
     query_scale: Tensor,
     flags: Sequence[int],
     key_scale: float,
+    unit: int,
+    eps: float,
 ) -> list[Tensor]:
     """One decoding step; it has no derivative."""
-    small = Plan.of(plan, flags), coefficients, query_scale, key_scale
+    small = Plan.of(plan, flags), coefficients, query_scale, key_scale, launch.Unit(unit, eps)
     return launch_decode.step(query, key, value, mask, count, sums, *small)
 
 

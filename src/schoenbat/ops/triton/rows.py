@@ -27,8 +27,14 @@ def load_tile(p, start, stride, m_n, C: tl.constexpr, BLOCK: tl.constexpr, BLOCK
 def load_unit_tile(
     p, start, stride, m_n, EPS, UNIT: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
-    """The same, and what its rows were multiplied by: as they are (UNIT = 0), of norm 1 (1), centred and of norm 1 (2)."""
+    """The same as `unit_tile` makes it, and what its rows were multiplied by."""
     b_x = load_tile(p, start, stride, m_n, DIM, BLOCK, BLOCK_D)
+    return unit_tile(b_x, EPS, UNIT, DIM, BLOCK, BLOCK_D)
+
+
+@triton.jit
+def unit_tile(b_x, EPS, UNIT: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Rows as they are (UNIT = 0), of norm 1 (1), centred and of norm 1 (2), and what they were multiplied by."""
     b_factor = tl.full([BLOCK], 1.0, tl.float32)
     if UNIT > 0:
         b_rows = b_x.to(tl.float32)
