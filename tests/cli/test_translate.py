@@ -95,6 +95,19 @@ def test_a_second_call_trains_only_what_is_missing(invoke, out):
     assert read(out) == results
 
 
+def test_calls_at_the_same_time_keep_what_the_other_has_trained(invoke, out, monkeypatch):
+    train = training.train
+
+    def meanwhile(attention, *arguments):
+        if attention == "mean":
+            assert invoke("--attentions", "softmax").exit_code == 0
+        return train(attention, *arguments)
+
+    monkeypatch.setattr(training, "train", meanwhile)
+    assert invoke("--attentions", "mean").exit_code == 0
+    assert [row["attention"] for row in read(out)["rows"]] == ["softmax", "softmax", "mean", "mean"]
+
+
 def test_other_options_do_not_mix(invoke, out):
     assert invoke("--attentions", "softmax").exit_code == 0
     before = read(out)

@@ -65,7 +65,7 @@ def translate(
     the lowest validation loss, by greedy and by beam search.
 
     The files are written after every attention. A later call with the same options and --out keeps what they
-    hold and trains only the attentions that are missing.
+    hold and trains only the attentions that are missing; calls at the same time may train one each.
     """
     from schoenbat.data import multi30k
     from schoenbat.experiments.comparison import parse_attentions
@@ -99,8 +99,9 @@ def translate(
         if attention in attentions_of(rows):
             console.print(f"{attention}: in {path}.json already", soft_wrap=True, highlight=False)
             continue
-        rows += _train(attention, encoded, options)
-        # Attentions of earlier calls are in the file, too.
+        trained = _train(attention, encoded, options)
+        with explained():  # what other calls have trained in the meantime stays
+            rows = [*read_rows(path.with_suffix(".json"), options), *trained]
         _write(path, replace(options, attentions=attentions_of(rows)), rows)
     console.print(translation_table(rows))
     print_files([path.with_suffix(ending) for ending in (".json", ".svg")])
