@@ -2,6 +2,8 @@
 
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -21,3 +23,17 @@ def write_atomically(path: Path, content: str) -> None:
             advice = "what it held is kept: make room, or choose another place, and run it again"
             raise OSError(error.errno, f"{path} cannot be written ({error.strerror}); {advice}") from error
         raise
+
+
+@contextmanager
+def one_at_a_time(directory: Path) -> Iterator[None]:
+    """Other programs that ask for the same directory wait: for what is read, changed and written again."""
+    import fcntl  # not everywhere: only who shares a directory needs it
+
+    directory.mkdir(parents=True, exist_ok=True)
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)

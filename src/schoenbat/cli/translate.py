@@ -69,6 +69,7 @@ def translate(
     """
     from schoenbat.data import multi30k
     from schoenbat.experiments.comparison import parse_attentions
+    from schoenbat.files import one_at_a_time
     from schoenbat.report.tables import translation_table
     from schoenbat.translation.options import TranslationOptions
     from schoenbat.translation.record import EXPERIMENT, attentions_of, read_rows
@@ -100,9 +101,9 @@ def translate(
             console.print(f"{attention}: in {path}.json already", soft_wrap=True, highlight=False)
             continue
         trained = _train(attention, encoded, options)
-        with explained():  # what other calls have trained in the meantime stays
+        with explained(), one_at_a_time(out):  # what other calls have trained in the meantime stays
             rows = [*read_rows(path.with_suffix(".json"), options), *trained]
-        _write(path, replace(options, attentions=attentions_of(rows)), rows)
+            _write(path, replace(options, attentions=attentions_of(rows)), rows)
     console.print(translation_table(rows))
     print_files([path.with_suffix(ending) for ending in (".json", ".svg")])
 

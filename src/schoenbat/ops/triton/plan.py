@@ -110,8 +110,9 @@ def make_plan(
 ) -> Plan:
     """Directions in the rows' dtype, zeros where there is nothing.
 
-    Only bidirectional kernels take pairs of y = Pᵀx (causal ones with such products end in illegal accesses)
-    and, for narrow heads, one wide group of them.
+    Only bidirectional kernels take pairs of y = Pᵀx, and only one group of them, wide for narrow heads: in
+    loops over groups, and in causal kernels, such products give wrong gradients or illegal accesses.
+
     The identity of heads beyond `WIDEST_IDENTITY` becomes directions as well, in groups: no accumulator would
     hold its sums.
     """

@@ -1,0 +1,35 @@
+"""Programs that share a directory take turns."""
+
+import subprocess
+import sys
+
+from schoenbat.files import one_at_a_time
+
+COUNT = """
+import sys, time
+from pathlib import Path
+from schoenbat.files import one_at_a_time
+
+directory = Path(sys.argv[1])
+for _ in range(20):
+    with one_at_a_time(directory):
+        file = directory / "count"
+        number = int(file.read_text()) if file.exists() else 0
+        time.sleep(0.002)  # a program that did not wait would read the same number now
+        file.write_text(str(number + 1))
+"""
+
+
+def test_what_is_read_and_written_again_is_not_lost(tmp_path):
+    programs = [subprocess.Popen([sys.executable, "-c", COUNT, str(tmp_path)]) for _ in range(3)]
+    assert [program.wait() for program in programs] == [0, 0, 0]
+    assert (tmp_path / "count").read_text() == "60"
+
+
+def test_an_error_lets_the_next_one_in(tmp_path):
+    for _ in range(2):
+        try:
+            with one_at_a_time(tmp_path / "new"):
+                raise ValueError
+        except ValueError:
+            pass
