@@ -242,12 +242,14 @@ def table(measured: list[Row]) -> Table:
     shown = Table("B·H × n, d, D", "pass", "ms", "floors", "× cuDNN", "× flash", "× eager", "× fla")
     found = {(row.shape, row.method, row.direction): row for row in measured}
     for (shape, method, direction), row in found.items():
-        if method != "triton":
+        if not method.startswith("triton"):
             continue
-        rivals = [found.get((shape, rival, direction)) for rival in ("cudnn", "flash", "eager", "fla")]
+        form = method.removeprefix("triton")  # nothing, or a window
+        names = "cudnn", "flash", f"eager{form}", "" if form else "fla"
+        rivals = [found.get((shape, rival, direction)) for rival in names]
         ratios = ["" if rival is None else f"{rival.median / row.median:.1f}" for rival in rivals]
         floors = f"{row.median / row.floor:.2f}" if direction in (FORWARD, DECODE) else ""
-        shown.add_row(shape, direction, f"{1000 * row.median:.3f}", floors, *ratios)
+        shown.add_row(shape, direction + form, f"{1000 * row.median:.3f}", floors, *ratios)
     return shown
 
 

@@ -1,7 +1,11 @@
 """Programs that share a directory take turns."""
 
+import fcntl
+import os
 import subprocess
 import sys
+
+import pytest
 
 from schoenbat.files import one_at_a_time
 
@@ -11,7 +15,7 @@ from pathlib import Path
 from schoenbat.files import one_at_a_time
 
 directory = Path(sys.argv[1])
-for _ in range(20):
+for _ in range(10):
     with one_at_a_time(directory):
         file = directory / "count"
         number = int(file.read_text()) if file.exists() else 0
@@ -23,13 +27,25 @@ for _ in range(20):
 def test_what_is_read_and_written_again_is_not_lost(tmp_path):
     programs = [subprocess.Popen([sys.executable, "-c", COUNT, str(tmp_path)]) for _ in range(3)]
     assert [program.wait() for program in programs] == [0, 0, 0]
-    assert (tmp_path / "count").read_text() == "60"
+    assert (tmp_path / "count").read_text() == "30"
 
 
 def test_an_error_lets_the_next_one_in(tmp_path):
-    for _ in range(2):
+    def is_free():
+        handle = os.open(tmp_path, os.O_RDONLY)
         try:
-            with one_at_a_time(tmp_path / "new"):
-                raise ValueError
-        except ValueError:
-            pass
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        finally:
+            os.close(handle)
+        return True
+
+    def fail():
+        with one_at_a_time(tmp_path):
+            assert not is_free()
+            raise ValueError("an error")
+
+    with pytest.raises(ValueError, match="an error"):
+        fail()
+    assert is_free()

@@ -5,6 +5,13 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
+
+fcntl: ModuleType | None
+try:
+    import fcntl
+except ImportError:
+    fcntl = None
 
 
 def write_atomically(path: Path, content: str) -> None:
@@ -27,10 +34,14 @@ def write_atomically(path: Path, content: str) -> None:
 
 @contextmanager
 def one_at_a_time(directory: Path) -> Iterator[None]:
-    """Other programs that ask for the same directory wait: for what is read, changed and written again."""
-    import fcntl  # not everywhere: only who shares a directory needs it
+    """Other programs that ask for the same directory wait: for what is read, changed and written again.
 
+    Where there are no such locks (on Windows), nobody waits.
+    """
     directory.mkdir(parents=True, exist_ok=True)
+    if fcntl is None:
+        yield
+        return
     handle = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)

@@ -91,13 +91,20 @@ def arrange_scale(scale: float | Tensor, query: Tensor, planned: float) -> Tenso
     The planned scale is split evenly over both sides; what a call's scale differs from it goes to the
     queries.
     """
+    check_scale(scale, query.shape[1] * query.shape[2])
+    if isinstance(scale, Tensor):
+        return arrange_per_head(scale, query) / math.sqrt(planned)
+    return arrange_per_head(scale / math.sqrt(planned), query)
+
+
+def arrange_per_head(number: float | Tensor, query: Tensor) -> Tensor:
+    """One number for all query heads, or for each, as ``(H, G, 1, 1)``; it may be a view."""
     heads, groups = query.shape[1:3]
+    check_scale(number, heads * groups)
     dtype = torch.promote_types(query.dtype, torch.float32)
-    check_scale(scale, heads * groups)
-    if not isinstance(scale, Tensor):
-        return torch.full((heads, groups, 1, 1), scale / math.sqrt(planned), dtype=dtype, device=query.device)
-    per_head = scale.to(dtype).expand(heads * groups).reshape(heads, groups, 1, 1)
-    return per_head.contiguous() if planned == 1 else per_head / math.sqrt(planned)
+    if not isinstance(number, Tensor):
+        return torch.full((heads, groups, 1, 1), number, dtype=dtype, device=query.device)
+    return number.to(dtype).expand(heads * groups).reshape(heads, groups, 1, 1)
 
 
 def check_scale(scale: Any, query_heads: int) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from schoenbat.features import MaclaurinFeatures
 from schoenbat.functional import RMFAState, map_for
-from schoenbat.inputs import Arranged, arrange, arrange_scale, refuse_overflow
+from schoenbat.inputs import Arranged, arrange, arrange_per_head, arrange_scale
 from schoenbat.ops import dispatch, window, window_fused
 from schoenbat.ops.blocks import FeatureMap
 from schoenbat.ops.keeping import is_concrete
@@ -113,7 +113,10 @@ class RMFAWindowState:
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> "RMFAWindowState":
-        """A state that has seen nothing; keys and values are kept in `dtype`, sums in float32 at least."""
+        """A state that has seen nothing; sums are float32 at least.
+
+        Keys and values begin in `dtype` and take that of the tokens that enter, under autocast its own.
+        """
         far = RMFAState.zeros(features, batch, kv_heads, value_dim, device=device, dtype=dtype)
         kept: dict[str, Any] = {"device": far.key_sum.device, "dtype": dtype or torch.float32}
         key = torch.zeros(batch, kv_heads, width, features.head_dim, **kept)
@@ -177,7 +180,7 @@ def rmfa_window_step(
         far_maps: as in `rmfa_window`.
         enable_gqa: let several query heads share a key head.
         implementation: ``"auto"``, ``"eager"`` or ``"triton"`` (one fused kernel for one token without
-            gradients, which ``"auto"`` takes on CUDA).
+            gradients, heads and values at most 128 wide, which ``"auto"`` takes on CUDA).
 
     Returns:
         The output ``(B, H, n, d_v)`` and the state after these tokens.
@@ -234,52 +237,47 @@ def step(
         feature_map = map_for(features, tokens.key)
         obstacle = window_fused.step_obstacle(tokens.query, tokens.value, before, feature_map, others)
         if dispatch.choose_with_sums(implementation, obstacle, query) == "triton":
-            logit_scale = arrange_scale(features.scale if scale is None else scale, tokens.query, 1.0)
+            logit_scale = arrange_per_head(features.scale if scale is None else scale, tokens.query)
             weight = _arrange_weight(tokens, far_weight)
             maps = None if far_maps is None else _arrange_maps(tokens, *far_maps)
             out, after = window_fused.step(
                 *tokens[:4], before, feature_map, logit_scale, weight, maps, unit_rows
             )
-            seen = before.key, before.value, *before.far.sums
-            refuse_overflow([out], [tokens.query, *seen], [tokens.key, tokens.value], tokens.mask)
-            return out.reshape(*tokens.lead, *out.shape[-2:]), RMFAWindowState._from_remembered(after)
+            return tokens.restore(out), RMFAWindowState._from_remembered(after)
         if unit_rows is not None:
-            query, key = unit_rows(query), unit_rows(key)
-    return _step_eagerly(
-        query, key, value, features, state, key_mask, scale, far_weight, far_maps, enable_gqa
-    )
+            tokens = tokens._replace(query=unit_rows(tokens.query), key=unit_rows(tokens.key))
+        query_scale = _arrange_scale(tokens, features, scale)
+        settings = _settings(tokens, width, True, width, far_weight, far_maps)
+        return _step_eagerly(tokens, features, feature_map, query_scale, settings, state)
 
 
 def _step_eagerly(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    tokens: Arranged,
     features: MaclaurinFeatures,
+    feature_map: FeatureMap,
+    query_scale: Tensor,
+    settings: Window,
     state: RMFAWindowState,
-    key_mask: Tensor | None,
-    scale: float | Tensor | None,
-    far_weight: float | Tensor,
-    far_maps: tuple[Tensor, Tensor] | None,
-    enable_gqa: bool,
 ) -> tuple[Tensor, RMFAWindowState]:
-    width, length = state.key.shape[-2], key.shape[-2]
-    new = key.new_ones(key.shape[0], length, dtype=torch.bool) if key_mask is None else key_mask
-    keys = torch.cat([state.key.to(key.dtype), key], dim=-2)
-    values = torch.cat([state.value.to(value.dtype), value], dim=-2)
-    mask = torch.cat([state.mask, new.expand(key.shape[0], length)], dim=-1)
-    inputs = arrange(query, keys, values, mask, enable_gqa)
-    with torch.autocast(query.device.type, enabled=False):
-        feature_map, query_scale = map_for(features, inputs.key), _arrange_scale(inputs, features, scale)
-        settings = _settings(inputs, width, True, width, far_weight, far_maps)
-        out = window.attend(*inputs[:4], feature_map, query_scale, settings, state._carried())
+    key, value, length = tokens.key, tokens.value, tokens.key.shape[-2]
+    new = torch.ones_like(key[:, :1, :, :, :1], dtype=torch.bool) if tokens.mask is None else tokens.mask
+    before = state.key.to(key.dtype), state.value.to(value.dtype), state.mask[:, None, :, None]
+    key, value, mask = (
+        torch.cat([old[:, :, None], x], dim=-2)
+        for old, x in zip(before, (key, value, new.expand(len(key), -1, -1, -1, -1)), strict=True)
+    )
+    tokens = tokens._replace(key=key, value=value, mask=mask)
+    out = window.attend(*tokens[:4], feature_map, query_scale, settings, state._carried())
     # The first so many of all keys are no longer among the last `width`.
-    leaving = keys[..., :length, :]
-    if far_maps is not None:
-        leaving = torch.where(mask[:, None, :length, None], leaving, 0.0) @ far_maps[1].to(leaving.dtype)
-    far = replace(state.far).update(leaving, values[..., :length, :], features, mask[:, :length])
+    leaving = key[..., :length, :]
+    if settings.key_map is not None:
+        leaving = torch.where(mask[..., :length, :], leaving, 0.0) @ settings.key_map.to(leaving.dtype)
+    of_batch = leaving[:, :, 0], value[:, :, 0, :length], features, mask[:, 0, 0, :length, 0]
+    far = replace(state.far).update(*of_batch)
     # Copies: a view of them would keep the whole prompt in memory.
-    key, value, mask = (x.clone() for x in (keys[..., length:, :], values[..., length:, :], mask[:, length:]))
-    return inputs.restore(out), RMFAWindowState(key, value, mask, far)
+    last = key[:, :, 0, length:], value[:, :, 0, length:], mask[:, 0, 0, length:, 0]
+    key, value, mask = (x.clone() for x in last)
+    return tokens.restore(out), RMFAWindowState(key, value, mask, far)
 
 
 def check_window(features: MaclaurinFeatures, width: int) -> None:
@@ -312,7 +310,7 @@ def _settings(
 def _arrange_weight(inputs: Arranged, far_weight: float | Tensor) -> Tensor:
     if not _is_positive(far_weight):
         raise ValueError(f"far_weight must be positive, got {far_weight}")
-    return arrange_scale(far_weight, inputs.query, 1.0)
+    return arrange_per_head(far_weight, inputs.query)
 
 
 def _is_positive(weight: float | Tensor) -> bool:

@@ -108,6 +108,21 @@ def test_calls_at_the_same_time_keep_what_the_other_has_trained(invoke, out, mon
     assert [row["attention"] for row in read(out)["rows"]] == ["softmax", "softmax", "mean", "mean"]
 
 
+def test_the_same_attention_trained_twice_at_once_stands_there_once(invoke, out, monkeypatch):
+    train, calls = training.train, []
+
+    def meanwhile(attention, *arguments):
+        calls.append(attention)
+        if len(calls) == 1:
+            assert invoke("--attentions", "mean").exit_code == 0
+        return train(attention, *arguments)
+
+    monkeypatch.setattr(training, "train", meanwhile)
+    assert invoke("--attentions", "mean").exit_code == 0
+    assert calls == ["mean", "mean"]
+    assert [(row["attention"], row["epoch"]) for row in read(out)["rows"]] == [("mean", 1), ("mean", 2)]
+
+
 def test_other_options_do_not_mix(invoke, out):
     assert invoke("--attentions", "softmax").exit_code == 0
     before = read(out)

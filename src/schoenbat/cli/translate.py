@@ -65,7 +65,8 @@ def translate(
     the lowest validation loss, by greedy and by beam search.
 
     The files are written after every attention. A later call with the same options and --out keeps what they
-    hold and trains only the attentions that are missing; calls at the same time may train one each.
+    hold and trains only the attentions that are missing. Calls at the same time share the files, if each
+    names other attentions.
     """
     from schoenbat.data import multi30k
     from schoenbat.experiments.comparison import parse_attentions
@@ -102,7 +103,10 @@ def translate(
             continue
         trained = _train(attention, encoded, options)
         with explained(), one_at_a_time(out):  # what other calls have trained in the meantime stays
-            rows = [*read_rows(path.with_suffix(".json"), options), *trained]
+            others = [
+                row for row in read_rows(path.with_suffix(".json"), options) if row.attention != attention
+            ]
+            rows = [*others, *trained]
             _write(path, replace(options, attentions=attentions_of(rows)), rows)
     console.print(translation_table(rows))
     print_files([path.with_suffix(ending) for ending in (".json", ".svg")])

@@ -213,7 +213,7 @@ def main():
         parts = (1 if quadratic and width <= 64 else 4) + form.startswith("causal")
         constants = constants_for(width, quadratic, tiles, parts)
         constants |= {"DV": min(width, 128), "BLOCK_V": min(width, 128)}
-        if quadratic and form.startswith("bidirectional"):
+        if constants["SINGLE"] and form.startswith("bidirectional"):
             constants |= {"QUADRATIC": 16}  # pairs of a projection that is so wide
         found.append(case | usage(getattr(module, name), constants, dtype, tiles))
     for kernel, dtype, width, quadratic, tiles, own in decoding_cases():

@@ -275,11 +275,12 @@ def test_matches_the_specification_on_a_gpu(dtype, construction, length):
 def test_rows_are_normalised_on_a_gpu(construction, dtype, queries, keys, dim, num_features, centred):
     features = make_map(construction, dim, num_features, dtype=torch.float32, device=DEVICE)
     tensors = draw_long_and_short(queries, keys, dim=dim, dtype=dtype)
-    scale, unit_rows = torch.tensor([1.0, 1.5]), UnitRows(centred, 1e-3)
+    scale, unit_rows = torch.tensor([0.7, 2.0]), UnitRows(centred, 1e-3)
     mask = (torch.rand(1, keys, generator=torch.Generator().manual_seed(0)) > 0.3).to(DEVICE)
     few_keys = None
     if construction == "unbiased":
         # Where a denominator is within rounding of its floor, gradients of such maps jump: not compared.
+        scale = torch.tensor([1.0, 1.5])
         causal = torch.ones(queries, keys, dtype=torch.bool, device=DEVICE).tril(keys - queries)
         unit = [*map(unit_rows, tensors[:2]), tensors[2]]
         clear, _ = where_few_keys_are_in_sight(features, unit, scale, causal & mask[:, None, None, :])

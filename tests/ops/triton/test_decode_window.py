@@ -186,6 +186,20 @@ def arguments(dtype=torch.float32):
     return *inputs[:4], before, map_for(features, inputs.key), ones, ones, None, UnitRows(True, 1e-13)
 
 
+def test_under_autocast_both_paths_leave_the_same_state():
+    features = make_map("exact-low", 16, 40, dtype=torch.float32, device=DEVICE)
+    tensors = [x.to(DEVICE) for x in draw(5)]
+    states = []
+    for implementation in ("eager", "triton"):
+        with torch.autocast(DEVICE, torch.float16), torch.no_grad():
+            states.append(decode(features, tensors, empty_state(features, tensors, 3), implementation)[1])
+    eager, fused = states
+    assert eager.key.dtype == fused.key.dtype == eager.value.dtype == fused.value.dtype == torch.float16
+    assert torch.equal(eager.key, fused.key)
+    assert torch.equal(eager.value, fused.value)
+    torch.testing.assert_close(fused.far.feature_value, eager.far.feature_value)
+
+
 def test_nothing_is_computed_beside_the_kernel():
     """What costs on a GPU is not this arithmetic but the launches."""
     given = arguments(torch.float16)

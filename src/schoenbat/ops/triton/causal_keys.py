@@ -206,7 +206,7 @@ def key_backward(
             )  # fmt: skip
     b_dx *= KEY_SCALE
     if UNIT > 0:
-        tl.debug_barrier()
+        tl.debug_barrier()  # else they would be formed above and held in registers
         b_k, b_factor = load_unit_tile(p_key, k_start, stride_kn, m_k, EPS, UNIT, DIM, BLOCK, BLOCK_D)
         b_dx = unit_backward(b_dx, b_k, b_factor, EPS, UNIT, DIM, BLOCK_D)
     b_dx = tl.where(m_k[:, None], b_dx, 0.0)

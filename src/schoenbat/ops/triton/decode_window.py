@@ -10,7 +10,7 @@ import triton.language as tl
 
 from schoenbat.ops.triton.decode import add_and_read, at_head, load_first
 from schoenbat.ops.triton.features import product
-from schoenbat.ops.triton.rows import load_unit_tile
+from schoenbat.ops.triton.rows import load_unit_tile, unit_tile
 from schoenbat.ops.triton.window import NOTHING
 
 
@@ -95,9 +95,10 @@ def step(
     # The token: its queries, and its key and value as the state will hold them.
     o_b, o_h = i_b.to(tl.int64), i_h.to(tl.int64)
     b_scale = tl.load(p_scale + i_h * GROUPS + o_r, mask=m_q, other=0.0)[:, None] / KEY_SCALE
-    p_query += o_b * stride_qb + o_h * GROUPS * stride_qh
-    b_q, _ = load_unit_tile(p_query, 0, stride_qh, m_q, EPS, UNIT, DIM, ROWS, BLOCK_D)
-    b_q = b_q.to(tl.float32) * b_scale
+    o_head = (i_h * GROUPS + o_r).to(tl.int64)[:, None]
+    m_query = m_q[:, None] & m_d[None, :]
+    b_q = tl.load(p_query + o_b * stride_qb + o_head * stride_qh + o_d[None, :], mask=m_query, other=0.0)
+    b_q = unit_tile(b_q.to(tl.float32), EPS, UNIT, DIM, ROWS, BLOCK_D)[0] * b_scale
     m_one = tl.arange(0, 1) == 0
     b_own, _ = load_unit_tile(
         p_key + o_b * stride_kb + o_h * stride_kh, 0, 0, m_one, EPS, UNIT, DIM, 1, BLOCK_D
@@ -142,10 +143,8 @@ def step(
     b_leaving_value = tl.load(p_leaving_value + o_w + o_v, mask=o_v < DV * leaves, other=0.0).to(tl.float32)
     b_far = b_q
     if SEPARATE:
-        o_q = o_b * stride_fqb + (i_h * GROUPS + o_r).to(tl.int64)[:, None] * stride_fqh + o_d[None, :]
-        b_far = (
-            tl.load(p_far_query + o_q, mask=m_q[:, None] & m_d[None, :], other=0.0).to(tl.float32) * b_scale
-        )
+        o_q = o_b * stride_fqb + o_head * stride_fqh + o_d[None, :]
+        b_far = tl.load(p_far_query + o_q, mask=m_query, other=0.0).to(tl.float32) * b_scale
     b_x = tl.where(o_r[:, None] == ROWS - 1, b_leaving[None, :], b_far)
 
     b_numerator, b_floored = add_and_read(

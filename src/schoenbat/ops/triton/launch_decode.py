@@ -92,7 +92,8 @@ def step_with_window(
     programs, constants = _programs(query, value, mask, plan, _WITH_WINDOW)
     decode_window.step[programs](
         *(q, k, v, flat(mask, q), far_query, leaving_key, leaving_value, leaving_mask),
-        *(near_keys, near_values, near_mask.view(torch.uint8), count.contiguous(), scale, far_weight),
+        *(near_keys, near_values, near_mask.view(torch.uint8), count.contiguous()),
+        *(scale.contiguous(), far_weight.contiguous()),
         *(per_map(coefficients, plan), out, *new_near[:2], new_near[2].view(torch.uint8), after[-1]),
         *(*before, *after[:-1], *strides, max(width, 1), width, key_scale, unit.eps),
         *(before[0].shape[-2], *map_arguments(plan)),

@@ -198,9 +198,8 @@ def _layout(
     columns, first = _arrange(factors, group, num_linear + directions + sum(tail))
     chosen = torch.zeros(0, group, dtype=torch.int64)
     width = max(16, 1 << (directions - 1).bit_length())
-    if (
-        bidirectional and quadratic and width < block_d
-    ):  # what does not exist is chosen from the zeros behind P
+    if bidirectional and quadratic and num_pairs <= group and width < block_d:
+        # What does not exist is chosen from the zeros behind P.
         quadratic, chosen = width, torch.tensor(columns).view(-1, group)
         columns, first[-1] = [*range(directions), *[directions] * (group - directions)], 1
     selection = torch.arange(block_d)[:, None] == chosen[:, None]
