@@ -157,14 +157,13 @@ def tuning_table(runs: Iterable[RunResult]) -> str:
 
     Runs of one line differ in their seed alone; what else was changed stands beside the attention.
     """
-    tried = [run for run in runs if run.record.best]
-    changed = _changed(tried)
+    tried = [(run, best.validation) for run in runs if (best := run.record.best)]
+    changed = _changed([run for run, _ in tried])
     lines: dict[tuple[str, ...], dict[str, list[float]]] = {}
-    for run in tried:
+    for run, validation in tried:
         settings = (f"{name} {run.settings[name]}" for name in changed if name in run.settings)
         line = run.record.attention, ", ".join(settings), f"{run.record.steps:,}"
-        assert run.record.best
-        lines.setdefault(line, {}).setdefault(run.record.task, []).append(run.record.best.validation)
+        lines.setdefault(line, {}).setdefault(run.record.task, []).append(validation)
     return table(
         ["attention", *(["settings"] if changed else []), "steps", *(TITLES[task] for task in TASKS)],
         [
