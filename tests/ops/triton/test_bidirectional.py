@@ -189,6 +189,9 @@ def test_a_projection_is_taken_for_one_group_of_pairs_alone(head_dim, num_featur
     plan = make_plan(feature_map.blocks, feature_map.weight, torch.float32, head_dim, bidirectional=True)
     assert plan.quadratic == width
     assert plan.num_groups == 1 or width == 1
+    without = feature_map.blocks._replace(identity=False)  # a loop of one trip
+    plan = make_plan(without, feature_map.weight[:, head_dim:], torch.float32, head_dim, bidirectional=True)
+    assert plan.quadratic == 1
 
 
 def test_one_key_is_its_value_and_no_key_is_zero():

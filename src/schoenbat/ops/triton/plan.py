@@ -110,8 +110,9 @@ def make_plan(
 ) -> Plan:
     """Directions in the rows' dtype, zeros where there is nothing.
 
-    Only bidirectional kernels take pairs of y = Pᵀx, and only one group of them, wide for narrow heads: in
-    loops over groups, and in causal kernels, such products give wrong gradients or illegal accesses.
+    Only bidirectional kernels take pairs of y = Pᵀx, and only of maps that are SINGLE there; for narrow heads
+    in one wide group. In loops over groups, and in causal kernels, such products give wrong gradients or
+    illegal accesses.
 
     The identity of heads beyond `WIDEST_IDENTITY` becomes directions as well, in groups: no accumulator would
     hold its sums.
@@ -121,7 +122,7 @@ def make_plan(
         linear = eye.expand(*blocks.linear.shape[:-1], -1)
         blocks = blocks._replace(linear=linear, identity=False)
     maps, dim = max(weight.shape[0], blocks.quadratic.shape[0]), blocks.quadratic.shape[-2]
-    layout = _cached(_layout)(*_counts(blocks), block_d, bidirectional, weight.device)
+    layout = _cached(_layout)(*_counts(blocks), block_d, bidirectional, blocks.identity, weight.device)
     columns = torch.cat([*blocks.maps, blocks.linear.new_zeros(*blocks.linear.shape[:-1], 1)], dim=-1)
     tiles = F.pad(columns.to(dtype), (0, 0, 0, block_d - dim)).index_select(-1, layout.columns)
     tiles = tiles.unflatten(-1, (layout.num_tiles, layout.group)).transpose(-3, -2)
@@ -189,6 +190,7 @@ def _layout(
     tail: tuple[int, ...],
     block_d: int,
     bidirectional: bool,
+    identity: bool,
     device: torch.device,
 ) -> Layout:
     factors = _factor_columns(num_linear, directions, num_pairs, tail)
@@ -198,7 +200,8 @@ def _layout(
     columns, first = _arrange(factors, group, num_linear + directions + sum(tail))
     chosen = torch.zeros(0, group, dtype=torch.int64)
     width = max(16, 1 << (directions - 1).bit_length())
-    if bidirectional and quadratic and num_pairs <= group and width < block_d:
+    is_single = identity and quadratic > 0 and num_pairs <= group  # as in `launch`
+    if bidirectional and is_single and width < block_d:
         # What does not exist is chosen from the zeros behind P.
         quadratic, chosen = width, torch.tensor(columns).view(-1, group)
         columns, first[-1] = [*range(directions), *[directions] * (group - directions)], 1
