@@ -255,7 +255,7 @@ def table(measured: list[Row]) -> Table:
 
 if __name__ == "__main__":
     speed = _copy_speed()
-    total = sum(len(cells(shape)) for shape in (*SHAPES, *LENGTHS)) + 2
+    total = sum(len(cells(shape)) for shape in (*SHAPES, *LENGTHS)) + 4
     measured = list(track(rows(speed), "measuring", total=total, auto_refresh=False))
     name = device_name(DEVICE).lower().replace(" ", "-")
     options = {"copy_bytes_per_second": speed, "shapes": [asdict(shape) for shape in (*SHAPES, *LENGTHS)]}

@@ -342,8 +342,13 @@ def rmfa_step(
         >>> torch.allclose(torch.cat([prompt, rest], dim=-2), whole, atol=1e-5)
         True
     """
-    options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa, "implementation": implementation}
-    return step(query, key, value, features, state, key_mask=key_mask, **options)
+    return step(
+        *(query, key, value, features, state),
+        key_mask=key_mask,
+        scale=scale,
+        enable_gqa=enable_gqa,
+        implementation=implementation,
+    )
 
 
 def step(

@@ -17,9 +17,9 @@ from schoenbat.ops.triton.features import (
     monomials,
     monomials_backward,
     pair_directions,
-    pairs,
     pairs_backward,
-    projection,
+    projected,
+    projected_backward,
 )
 from schoenbat.ops.triton.rows import (
     LOWEST_EXPONENT,
@@ -48,8 +48,8 @@ def _whole_tiles(
     o_d, o_g, o_v = tl.arange(0, BLOCK_D), tl.arange(0, GROUP), tl.arange(0, BLOCK_V)
     b_s1 = tl.load(p_sums + o_d[:, None] * BLOCK_V + o_v[None, :]) * tl.load(p_linear + o_d)[:, None]
     b_s2 = tl.load(p_sums + (BLOCK_D + o_g)[:, None] * BLOCK_V + o_v[None, :])
-    b_left, b_right = pair_directions(p_tiles, 0, QUADRATIC, BLOCK_D, GROUP)
-    return b_s1.to(dtype), b_s2.to(dtype), projection(p_tiles, QUADRATIC, BLOCK_D, GROUP), b_left, b_right
+    b_first, b_left, b_right = pair_directions(p_tiles, 0, QUADRATIC, BLOCK_D, GROUP)
+    return b_s1.to(dtype), b_s2.to(dtype), b_first, b_left, b_right
 
 
 @triton.jit
@@ -66,7 +66,7 @@ def _read_whole(
     scale,
     b_s1,
     b_s2,
-    b_p,
+    b_first,
     b_left,
     b_right,
     b_z1,
@@ -76,7 +76,8 @@ def _read_whole(
     PRECISION: tl.constexpr,
 ):
     """What `_read_rows` gives."""
-    b_phi = pairs(b_x, b_p, b_left, b_right, QUADRATIC, PRECISION)
+    b_y = projected(b_x, b_first, QUADRATIC, PRECISION)
+    b_phi = tl.dot(b_y, b_left, input_precision=PRECISION) * tl.dot(b_y, b_right, input_precision=PRECISION)
     b_phi = b_phi * (b_root * (scale * scale))[None, :]
     b_total = tl.sum(b_x.to(tl.float32) * b_z1[None, :], axis=1) * scale + tl.sum(
         b_phi * b_z2[None, :], axis=1
@@ -87,7 +88,7 @@ def _read_whole(
 
 @triton.jit
 def _whole_backward(
-    b_rows, b_dtotal, b_x, scale, b_s1, b_s2, b_p, b_left, b_right, p_totals, p_tiles, p_root, p_linear,
+    b_rows, b_dtotal, b_x, scale, b_s1, b_s2, b_first, b_left, b_right, p_totals, p_tiles, p_root, p_linear,
     QUADRATIC: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What `_read_rows_backward` gives."""
@@ -95,9 +96,10 @@ def _whole_backward(
     b_dphi = tl.dot(b_rows, tl.trans(b_s2), input_precision=PRECISION) + b_dtotal[:, None] * b_z2[None, :]
     if GROUP > BLOCK_D:
         # The factors of a wide group do not fit the registers until now: from directions loaded again they are formed again.
-        b_p = projection(p_tiles, QUADRATIC, BLOCK_D, GROUP)
-        b_left, b_right = pair_directions(p_tiles, 0, QUADRATIC, BLOCK_D, GROUP)
-    b_dx = pairs_backward(b_dphi * (b_root * scale)[None, :], b_x, b_p, b_left, b_right, QUADRATIC, PRECISION)
+        b_first, b_left, b_right = pair_directions(p_tiles, 0, QUADRATIC, BLOCK_D, GROUP)
+    b_y = projected(b_x, b_first, QUADRATIC, PRECISION)
+    b_dy = pairs_backward(b_dphi * (b_root * scale)[None, :], b_y, b_left, b_right, PRECISION)
+    b_dx = projected_backward(b_dy, b_first, QUADRATIC, PRECISION)
     b_dx += tl.dot(b_rows, tl.trans(b_s1), input_precision=PRECISION)
     return b_dx + b_dtotal[:, None] * b_z1[None, :]
 
@@ -172,7 +174,7 @@ def read(
     slope = tl.load(p_coefficients + 3 * i_map + 2)
     b_value_mean = tl.load(p_value_mean + i_state * BLOCK_V + tl.arange(0, BLOCK_V))
     if SINGLE:
-        b_s1, b_s2, b_p, b_left, b_right = _whole_tiles(
+        b_s1, b_s2, b_first, b_left, b_right = _whole_tiles(
             p_sums, p_tiles, p_linear, dtype, QUADRATIC, BLOCK_D, BLOCK_V, GROUP
         )
         b_z1, b_z2, b_root = _whole_vectors(p_totals, p_root, p_linear, BLOCK_D, GROUP)
@@ -183,7 +185,7 @@ def read(
         b_x, _ = load_unit_tile(p_query, start, stride_qn, m_n, EPS, UNIT, DIM, BLOCK, BLOCK_D)
         if SINGLE:
             b_numerator, b_total = _read_whole(
-                b_x, scale, b_s1, b_s2, b_p, b_left, b_right, b_z1, b_z2, b_root, QUADRATIC, PRECISION
+                b_x, scale, b_s1, b_s2, b_first, b_left, b_right, b_z1, b_z2, b_root, QUADRATIC, PRECISION
             )
         else:
             b_numerator, b_total = _read_rows(
@@ -230,7 +232,7 @@ def read_backward(
     slope = tl.load(p_coefficients + 3 * i_map + 2)
     p_key_mean += i_state * BLOCK_D
     if SINGLE:
-        b_s1, b_s2, b_p, b_left, b_right = _whole_tiles(
+        b_s1, b_s2, b_first, b_left, b_right = _whole_tiles(
             p_sums, p_tiles, p_linear, dtype, QUADRATIC, BLOCK_D, BLOCK_V, GROUP
         )
     b_dscale = tl.zeros([BLOCK], tl.float32)
@@ -245,7 +247,7 @@ def read_backward(
         if SINGLE:
             b_z1, b_z2, b_root = _whole_vectors(p_totals, p_root, p_linear, BLOCK_D, GROUP)
             b_numerator, b_total = _read_whole(
-                b_x, scale, b_s1, b_s2, b_p, b_left, b_right, b_z1, b_z2, b_root, QUADRATIC, PRECISION
+                b_x, scale, b_s1, b_s2, b_first, b_left, b_right, b_z1, b_z2, b_root, QUADRATIC, PRECISION
             )
         else:
             b_numerator, b_total = _read_rows(
@@ -273,7 +275,7 @@ def read_backward(
         b_dx = b_dmean[:, None] * b_key_mean[None, :]
         if SINGLE:
             b_dx += _whole_backward(
-                b_rows, b_dtotal, b_x, scale, b_s1, b_s2, b_p, b_left, b_right, p_totals, p_tiles, p_root, p_linear, QUADRATIC,
+                b_rows, b_dtotal, b_x, scale, b_s1, b_s2, b_first, b_left, b_right, p_totals, p_tiles, p_root, p_linear, QUADRATIC,
                 BLOCK_D, GROUP, PRECISION,
             )  # fmt: skip
         else:
@@ -344,7 +346,7 @@ def key_backward(
     p_to_mean += i_state * BLOCK_V
     b_ones = tl.full([BLOCK], 1.0, tl.float32)
     if SINGLE:
-        b_s1, b_s2, b_p, b_left, b_right = _whole_tiles(
+        b_s1, b_s2, b_first, b_left, b_right = _whole_tiles(
             p_dsums, p_tiles, p_linear, dtype, QUADRATIC, BLOCK_D, BLOCK_V, GROUP
         )
     first, last = i_split, i_split + 1
@@ -359,10 +361,10 @@ def key_backward(
         if SINGLE:
             b_z1, b_z2, b_root = _whole_vectors(p_dtotals, p_root, p_linear, BLOCK_D, GROUP)
             b_dv, _ = _read_whole(
-                b_x, scale, b_s1, b_s2, b_p, b_left, b_right, b_z1, b_z2, b_root, QUADRATIC, PRECISION
+                b_x, scale, b_s1, b_s2, b_first, b_left, b_right, b_z1, b_z2, b_root, QUADRATIC, PRECISION
             )
             b_dx = _whole_backward(
-                b_rows, b_ones, b_x, scale, b_s1, b_s2, b_p, b_left, b_right, p_dtotals, p_tiles, p_root, p_linear, QUADRATIC,
+                b_rows, b_ones, b_x, scale, b_s1, b_s2, b_first, b_left, b_right, p_dtotals, p_tiles, p_root, p_linear, QUADRATIC,
                 BLOCK_D, GROUP, PRECISION,
             )  # fmt: skip
         else:

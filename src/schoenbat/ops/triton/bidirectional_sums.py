@@ -11,7 +11,7 @@ group after group. Names are those of `features`; m_ are masks.
 import triton
 import triton.language as tl
 
-from schoenbat.ops.triton.features import evaluate, pair_directions, pairs, projection
+from schoenbat.ops.triton.features import evaluate, pair_directions, projected
 from schoenbat.ops.triton.rows import NARROW, load_tile, load_unit_tile, visible
 
 # What depends on the length of a sequence: no kernel is compiled again for another length.
@@ -56,8 +56,7 @@ def summarize(
     b_x_totals = tl.zeros([BLOCK_D, NARROW], tl.float32)
     b_row_totals = tl.zeros([BLOCK_V, NARROW], tl.float32)
     if QUADRATIC:
-        b_p = projection(p_tiles, QUADRATIC, BLOCK_D, GROUP)
-        b_left, b_right = pair_directions(p_tiles, i_part, QUADRATIC, BLOCK_D, GROUP)
+        b_first, b_left, b_right = pair_directions(p_tiles, i_part, QUADRATIC, BLOCK_D, GROUP)
         b_weight = tl.load(p_root + i_part * GROUP + o_g) * (scale * scale)
     for i_tile in range(i_split * TILES, tl.minimum((i_split + 1) * TILES, tl.cdiv(N, BLOCK))):
         start = i_tile * BLOCK
@@ -83,7 +82,9 @@ def summarize(
                 b_identity += tl.dot(tl.trans(b_x), b_rows, input_precision=PRECISION)
         if num_groups > 0:
             if QUADRATIC:
-                b_phi = pairs(b_x, b_p, b_left, b_right, QUADRATIC, PRECISION) * b_weight[None, :]
+                b_y = projected(b_x, b_first, QUADRATIC, PRECISION)
+                b_phi = tl.dot(b_y, b_left, input_precision=PRECISION)
+                b_phi = b_phi * tl.dot(b_y, b_right, input_precision=PRECISION) * b_weight[None, :]
             else:
                 b_phi = evaluate(
                     b_x, scale, i_part, p_tiles, p_root, p_degrees, p_first, QUADRATIC, BLOCK, BLOCK_D, GROUP, PRECISION

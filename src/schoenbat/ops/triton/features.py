@@ -67,13 +67,13 @@ def monomials(
     """A group's products of projections [BLOCK, GROUP] in float32, and their weights [GROUP].
 
     Features are ``product · weight · scale``: the weight is √w · scale^(degree − 1), as gradients want it.
-    QUADRATIC: all features have two factors; see `plan.Plan`.
+    QUADRATIC: all features have two factors; it is 1 here, see `plan.Plan`.
     """
     b_weight = tl.load(p_root + i_group * GROUP + tl.arange(0, GROUP))
     if QUADRATIC:
-        b_p = projection(p_tiles, QUADRATIC, BLOCK_D, GROUP)
-        b_left, b_right = pair_directions(p_tiles, i_group, QUADRATIC, BLOCK_D, GROUP)
-        b_product = pairs(b_x, b_p, b_left, b_right, QUADRATIC, PRECISION)
+        b_left, _ = factors(b_x, p_tiles, 2 * i_group, BLOCK_D, GROUP, PRECISION)
+        b_right, _ = factors(b_x, p_tiles, 2 * i_group + 1, BLOCK_D, GROUP, PRECISION)
+        b_product = b_left * b_right
         b_weight = b_weight * scale
     else:
         first = tl.load(p_first + i_group)
@@ -109,9 +109,9 @@ def monomials_backward(
     """What a group adds to the gradient of the scaled rows, [BLOCK, BLOCK_D]; `b_grad` is that of the features."""
     b_grad = b_grad * b_weight[None, :]
     if QUADRATIC:
-        b_p = projection(p_tiles, QUADRATIC, BLOCK_D, GROUP)
-        b_left, b_right = pair_directions(p_tiles, i_group, QUADRATIC, BLOCK_D, GROUP)
-        b_dx = pairs_backward(b_grad, b_x, b_p, b_left, b_right, QUADRATIC, PRECISION)
+        b_left = directions(p_tiles, 2 * i_group, BLOCK_D, GROUP)
+        b_right = directions(p_tiles, 2 * i_group + 1, BLOCK_D, GROUP)
+        b_dx = pairs_backward(b_grad, b_x, b_left, b_right, PRECISION)
     else:
         first = tl.load(p_first + i_group)
         b_degree = tl.load(p_degrees + i_group * GROUP + tl.arange(0, GROUP))
@@ -127,49 +127,40 @@ def monomials_backward(
 
 
 @triton.jit
-def projection(p_tiles, QUADRATIC: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr):
-    """P [BLOCK_D, QUADRATIC] of pairs that are taken of y = Pᵀx; of those that are taken of x itself, nothing."""
-    if QUADRATIC > 1:
-        o_tile = tl.arange(0, BLOCK_D)[:, None] * GROUP + tl.arange(0, QUADRATIC)[None, :]
-        b_p = tl.load(p_tiles + o_tile)
-    else:
-        b_p = 0
-    return b_p
+def pairs_backward(b_grad, b_x, b_left, b_right, PRECISION: tl.constexpr):
+    """The gradient of rows from that of ``(x·left)(x·right)``; x may be what they were projected on."""
+    b_dx = _spread(b_grad * tl.dot(b_x, b_right, input_precision=PRECISION), b_left, PRECISION)
+    return b_dx + _spread(b_grad * tl.dot(b_x, b_left, input_precision=PRECISION), b_right, PRECISION)
 
 
 @triton.jit
 def pair_directions(p_tiles, i_group, QUADRATIC: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr):
-    """What the two factors of a group's pairs are projections of y on (or of x): [QUADRATIC, GROUP] (or [BLOCK_D, GROUP])."""
+    """What rows are projected on first, [BLOCK_D, QUADRATIC], and then for the two factors of a group's pairs.
+
+    See `plan.Plan`: where QUADRATIC is 1 nothing comes first.
+    """
     if QUADRATIC > 1:
-        p_tiles += (1 + 2 * i_group) * BLOCK_D * GROUP
-        o_tile = tl.arange(0, QUADRATIC)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-        b_left, b_right = tl.load(p_tiles + o_tile), tl.load(p_tiles + BLOCK_D * GROUP + o_tile)
+        o_d, o_y, o_g = tl.arange(0, BLOCK_D), tl.arange(0, QUADRATIC), tl.arange(0, GROUP)
+        p_chosen, o_chosen = p_tiles + BLOCK_D * GROUP, o_y[:, None] * GROUP + o_g[None, :]
+        b_left, b_right = tl.load(p_chosen + o_chosen), tl.load(p_chosen + BLOCK_D * GROUP + o_chosen)
+        b_first = tl.load(p_tiles + (o_d[:, None] * GROUP + o_y[None, :]))
     else:
+        b_first = 0
         b_left = directions(p_tiles, 2 * i_group, BLOCK_D, GROUP)
         b_right = directions(p_tiles, 2 * i_group + 1, BLOCK_D, GROUP)
-    return b_left, b_right
+    return b_first, b_left, b_right
 
 
 @triton.jit
-def projected(b_x, b_p, QUADRATIC: tl.constexpr, PRECISION: tl.constexpr):
-    """y, in the rows' dtype, or the rows."""
-    return product(b_x, b_p, PRECISION).to(b_x.dtype) if QUADRATIC > 1 else b_x
+def projected(b_x, b_first, QUADRATIC: tl.constexpr, PRECISION: tl.constexpr):
+    """y = Pᵀx in the rows' dtype, or the rows."""
+    return tl.dot(b_x, b_first, input_precision=PRECISION).to(b_x.dtype) if QUADRATIC > 1 else b_x
 
 
 @triton.jit
-def pairs(b_x, b_p, b_left, b_right, QUADRATIC: tl.constexpr, PRECISION: tl.constexpr):
-    """Products of two factors."""
-    b_y = projected(b_x, b_p, QUADRATIC, PRECISION)
-    return product(b_y, b_left, PRECISION) * product(b_y, b_right, PRECISION)
-
-
-@triton.jit
-def pairs_backward(b_grad, b_x, b_p, b_left, b_right, QUADRATIC: tl.constexpr, PRECISION: tl.constexpr):
-    """The gradient of rows from that of `pairs`."""
-    b_y = projected(b_x, b_p, QUADRATIC, PRECISION)
-    b_dy = _spread(b_grad * tl.dot(b_y, b_right, input_precision=PRECISION), b_left, PRECISION)
-    b_dy += _spread(b_grad * tl.dot(b_y, b_left, input_precision=PRECISION), b_right, PRECISION)
-    return _spread(b_dy, b_p, PRECISION) if QUADRATIC > 1 else b_dy
+def projected_backward(b_dy, b_first, QUADRATIC: tl.constexpr, PRECISION: tl.constexpr):
+    """The gradient of the rows from that of `projected`."""
+    return _spread(b_dy, b_first, PRECISION) if QUADRATIC > 1 else b_dy
 
 
 @triton.jit

@@ -200,7 +200,7 @@ def read(
             HEADS=q.shape[1],
             GROUPS=shape.groups,
             UNIT=unit.code,
-            SINGLE=_is_single(plan),
+            SINGLE=plan.is_single,
             **shape.constants(plan, tiles),
         )
     return out.view(*query.shape[:-1], shape.value_dim)
@@ -225,7 +225,7 @@ def read_backward(
     sums, totals, key_mean, _ = summary
     grad_query = q.new_empty(q.shape)
     by_row = [q.new_empty(q.shape[:-1], dtype=torch.float32) for _ in range(4 if trained else 3)]
-    tiles, single = shape.tiles(plan), _is_single(plan)
+    tiles, single = shape.tiles(plan), plan.is_single
     splits, tiles_each = _row_tiles(q, tiles), 1
     if single:
         splits, tiles_each = split(splits, q.shape[0] * q.shape[1], tiles)
@@ -288,7 +288,7 @@ def key_backward(
     k, v = as_rows(key), as_rows(value)
     grad_key, grad_value = k.new_empty(k.shape), v.new_empty(v.shape)
     if k.numel():
-        tiles, single = shape.tiles(plan), _is_single(plan)
+        tiles, single = shape.tiles(plan), plan.is_single
         splits, tiles_each = _row_tiles(k, tiles), 1
         if single:
             splits, tiles_each = split(splits, k.shape[0] * k.shape[1], tiles)
@@ -367,11 +367,6 @@ def split(pieces: int, others: int, tiles: Tiles) -> tuple[int, int]:
 
 def _row_tiles(x: Tensor, tiles: Tiles) -> int:
     return max(1, triton.cdiv(x.shape[-2], tiles.block))
-
-
-def _is_single(plan: Plan) -> bool:
-    """Identity features and one group of pairs: kernels keep such a map, and a head's sums, at hand."""
-    return plan.identity and plan.quadratic > 0 and plan.num_groups == 1
 
 
 def map_arguments(plan: Plan) -> tuple[Any, ...]:

@@ -15,8 +15,6 @@ from schoenbat.ops.triton.launch import Shape, Unit, as_rows
 from schoenbat.ops.triton.plan import Plan
 from schoenbat.ops.triton.state import inverse_roots, lay_out, roots, take_out
 
-_AS_THEY_ARE = Unit()
-
 
 def summarize(
     key: Tensor, value: Tensor, mask: Tensor | None, plan: Plan, key_scale: float, unit: Unit
@@ -64,7 +62,7 @@ def read(
     shape = Shape.of(query, sums[3])
     laid_out = lay_out(sums, roots(shape, plan), shape, plan)
     summary = launch.finish(laid_out, count.flatten().contiguous(), 0, shape, plan, query)
-    return [launch.read(query, summary, shape, plan, coefficients, query_scale, _AS_THEY_ARE), *summary]
+    return [launch.read(query, summary, shape, plan, coefficients, query_scale, Unit()), *summary]
 
 
 def read_backward(
@@ -78,7 +76,7 @@ def read_backward(
 ) -> list[Tensor]:
     """Gradients of query, query_scale and the four sums."""
     shape = Shape.of(query, grad)
-    small = plan, coefficients, query_scale, _AS_THEY_ARE
+    small = plan, coefficients, query_scale, Unit()
     grad_query, to_scale, parts, _ = launch.read_backward(grad, query, summary, shape, *small)
     # Not rounded: the gradient of Σφ(k) is given for centred values, and this is how they were centred.
     to_sums, to_totals, to_keys, to_rows = launch.finish_backward(

@@ -79,6 +79,11 @@ class Plan(NamedTuple):
         return self.degrees.shape[0] // self.group
 
     @property
+    def is_single(self) -> bool:
+        """Identity features and one group of pairs: kernels keep such a map, and a head's sums, at hand."""
+        return self.identity and self.quadratic > 0 and self.num_groups == 1
+
+    @property
     def num_features(self) -> int:
         """Rows of the sums, padding included."""
         return self.identity * self.tiles.shape[-2] + self.degrees.shape[0]
@@ -200,7 +205,7 @@ def _layout(
     columns, first = _arrange(factors, group, num_linear + directions + sum(tail))
     chosen = torch.zeros(0, group, dtype=torch.int64)
     width = max(16, 1 << (directions - 1).bit_length())
-    is_single = identity and quadratic > 0 and num_pairs <= group  # as in `launch`
+    is_single = identity and quadratic > 0 and num_pairs <= group  # see `Plan.is_single`
     if bidirectional and is_single and width < block_d:
         # What does not exist is chosen from the zeros behind P.
         quadratic, chosen = width, torch.tensor(columns).view(-1, group)
