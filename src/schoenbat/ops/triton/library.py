@@ -100,6 +100,7 @@ def _to_trained(to_map: Sequence[Tensor]) -> tuple[list[Any], Tensor | None]:
 def _context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     query, key, value, mask, plan, trained, coefficients, query_scale, *ctx.small = inputs
     ctx.save_for_backward(query, key, value, mask, coefficients, query_scale, *output[1:], *plan, *trained)
+    ctx.set_materialize_grads(False)  # only the output has a gradient: no zeros for sums
 
 
 def _gradient(ctx: Any, grad: list[Tensor]) -> tuple[Any, ...]:
@@ -221,6 +222,7 @@ def _(
 def _read_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     query, _, count, plan, coefficients, query_scale, ctx.flags = inputs
     ctx.save_for_backward(query, count, coefficients, query_scale, *output[1:], *plan)
+    ctx.set_materialize_grads(False)
 
 
 def _read_gradient(ctx: Any, grad: list[Tensor]) -> tuple[Any, ...]:
@@ -313,6 +315,7 @@ def _causal_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> 
     query, key, value, mask, _, count, plan, trained, coefficients, query_scale, *ctx.small = inputs
     small = coefficients, query_scale, *plan
     ctx.save_for_backward(query, key, value, mask, count, *small, *output, *trained)
+    ctx.set_materialize_grads(False)
     ctx.outputs = len(output)
 
 

@@ -81,6 +81,7 @@ def _context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     ctx.num_far = len(far)
     rows = query, key, value, mask, coefficients, query_scale, log_weight
     ctx.save_for_backward(*rows, *far, *plan, *output)
+    ctx.set_materialize_grads(False)  # only the output has a gradient: no zeros for sums
 
 
 def _gradient(ctx: Any, grad: list[Tensor]) -> tuple[Any, ...]:
