@@ -134,8 +134,9 @@ def as_unit(unit_rows: UnitRows | None) -> tuple[int, float]:
 
 def in_parts(value: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
     """Each column of the values is mixed for itself, whatever stands beside it: wide ones part by part."""
-    parts = [attend(part) for part in value.split(WIDEST_VALUE, dim=-1)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+    if value.shape[-1] <= WIDEST_VALUE:
+        return attend(value)  # the gradient of a split is a copy, even of one into one
+    return torch.cat([attend(part) for part in value.split(WIDEST_VALUE, dim=-1)], dim=-1)
 
 
 def lay_out(

@@ -28,9 +28,9 @@ from schoenbat.ops.triton import (
     window,
     window_backward,
 )
-from schoenbat.ops.triton.launch import Tiles, tiles_for
+from schoenbat.ops.triton.launch import Tiles, tiles_for, tiles_of_sums
 from schoenbat.ops.triton.launch_causal import tiles_for as causal_tiles_for
-from schoenbat.ops.triton.launch_causal import tiles_of_keys
+from schoenbat.ops.triton.launch_causal import tiles_of_keys, tiles_of_read
 from schoenbat.ops.triton.launch_decode import NEAR_KEYS
 from schoenbat.ops.triton.launch_map import tiles_of_map
 from schoenbat.ops.triton.launch_window import tiles_for as window_tiles_for
@@ -101,7 +101,7 @@ def usage(kernel, constants, dtype, tiles):
     types, multiples = signature(kernel, constants, SHORT[dtype])
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(fn=kernel, signature=types, constexprs=places, attrs=multiples)
-    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    options = {name: value for name, value in tiles.compilation.items() if name != "BLOCK"}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
@@ -109,7 +109,12 @@ def usage(kernel, constants, dtype, tiles):
         command = [CUOBJDUMP, "-res-usage", file.name]
         printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", printed).groups())
-    return {"registers": registers, "stack": stack, "shared": compiled.metadata.shared}
+    return {
+        "registers": registers,
+        "limit": tiles.registers,
+        "stack": stack,
+        "shared": compiled.metadata.shared,
+    }
 
 
 def constants_for(width, quadratic, tiles, parts):
@@ -146,22 +151,22 @@ def attention_cases():
     Of wide heads with a window only what takes most.
     """
     for dtype, width, quadratic in itertools.product(
-        (torch.bfloat16, torch.float32), (64, 128, 256), (True, False)
+        (torch.bfloat16, torch.float32), (32, 64, 128, 256), (True, False)
     ):
         if (dtype == torch.float32 and width != 64) or (quadratic and width == 256):
             continue
         tiles = tiles_for(dtype, width, width, quadratic)
-        yield bidirectional_sums, "summarize", dtype, width, quadratic, tiles
+        yield bidirectional_sums, "summarize", dtype, width, quadratic, tiles_of_sums(tiles, width, width)
         for name in ("read", "read_backward", "key_backward"):
             yield bidirectional, name, dtype, width, quadratic, tiles
         if dtype == torch.float32:
             continue
         tiles = causal_tiles_for(dtype, width, width, quadratic)
         yield causal_sums, "accumulate", dtype, width, quadratic, tiles
-        for name in ("read", "query_backward"):
-            yield causal, name, dtype, width, quadratic, tiles
+        yield causal, "read", dtype, width, quadratic, tiles_of_read(tiles)
+        yield causal, "query_backward", dtype, width, quadratic, tiles
         yield causal_keys, "key_backward", dtype, width, quadratic, tiles_of_keys(tiles)
-        if width == 256:
+        if width in (32, 256):
             continue
         tiles = window_tiles_for(dtype, width, width, quadratic)
         yield window_backward, "key_backward", dtype, width, quadratic, tiles

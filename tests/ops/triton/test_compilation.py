@@ -22,6 +22,8 @@ SPILLED_BY_WHOLE_MAPS = 400
 SPILLED_BY_TRAINED_MAPS = 900
 # A decoding step of two warps was still the fastest.
 SPILLED_BY_DECODING = 160
+# Three programs at a time on a multiprocessor instead of two were worth it.
+SPILLED_WITH_FEWER_REGISTERS = 400
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +36,11 @@ def usages():
 
 
 def test_nothing_spills(usages):
-    assert len(usages) == 73
+    assert len(usages) == 89
     for usage in usages:
         allowed = SPILLED_BY_SCORES if usage["kernel"].startswith(("causal", "window")) else 64
+        if usage["limit"] is not None:
+            allowed = SPILLED_WITH_FEWER_REGISTERS
         if usage["kernel"].startswith("bidirectional") and usage["kernel"].endswith("_backward"):
             allowed = SPILLED_BY_WHOLE_MAPS
         if usage["dtype"] == "torch.bfloat16" and not usage["quadratic"]:

@@ -36,7 +36,8 @@ def summarize(
     What is summed over rows alone is a product with a narrow tile, (w, u, 1, 0 ...): sums across warps would
     make them wait for one another at every tile.
     """
-    i_part, i_split = tl.program_id(0) % PARTS, tl.program_id(0) // PARTS % SPLITS
+    # The highest degrees, which take longest, begin first.
+    i_part, i_split = PARTS - 1 - tl.program_id(0) % PARTS, tl.program_id(0) // PARTS % SPLITS
     i_bh = tl.program_id(0) // (PARTS * SPLITS)
     i_b, i_h = i_bh // HEADS, i_bh % HEADS
     i_map = 0 if MAPS == 1 else i_h // GROUPS

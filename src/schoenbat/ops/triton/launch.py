@@ -16,6 +16,8 @@ from schoenbat.ops.triton.plan import Plan
 
 # Two programs at a time for each of a large GPU's 132 multiprocessors; of two warps, twice as many fit.
 _PROGRAMS = 264
+# With so many, three programs of four warps fit a multiprocessor instead of two, six of two instead of four.
+FEWER_REGISTERS = 168
 _SUM_ROWS = 64
 
 
@@ -25,10 +27,12 @@ class Tiles(NamedTuple):
     block: int
     num_warps: int
     num_stages: int
+    registers: int | None = None  # at most so many a thread; None for as many as there are
 
     @property
     def compilation(self) -> dict[str, int]:
-        return {"BLOCK": self.block, "num_warps": self.num_warps, "num_stages": self.num_stages}
+        limit = {} if self.registers is None else {"maxnreg": self.registers}
+        return {"BLOCK": self.block, "num_warps": self.num_warps, "num_stages": self.num_stages, **limit}
 
 
 def tiles_for(dtype: torch.dtype, block_d: int, block_v: int, quadratic: int) -> Tiles:
@@ -48,6 +52,12 @@ def tiles_for(dtype: torch.dtype, block_d: int, block_v: int, quadratic: int) ->
     if block_v < block_d or block_d < 32:
         return Tiles(32, 2, 3)
     return Tiles(64, 4, 3) if widest <= 64 else Tiles(128, 8, 2)
+
+
+def tiles_of_sums(tiles: Tiles, block_d: int, block_v: int) -> Tiles:
+    """For sums of products of several degrees, which two warps form."""
+    is_narrow = tiles.num_warps == 2 and tiles.block == 64 and max(block_d, block_v) <= 32
+    return tiles._replace(registers=FEWER_REGISTERS) if is_narrow else tiles
 
 
 class Unit(NamedTuple):
@@ -338,8 +348,10 @@ def _summarize(
 ) -> list[Tensor]:
     """Parts of Σφ(x) rowᵀ, Σφ(x) w, Σx u and Σrow, ``(B·H·splits, ...)``; see the kernel."""
     batch, heads, n, _ = x.shape
-    tiles, groups = shape.tiles(plan), max(1, plan.num_groups)
-    splits, tiles_each = split(_row_tiles(x, tiles), batch * heads * groups, tiles)
+    tiles, groups = tiles_of_sums(shape.tiles(plan), shape.block_d, shape.block_v), max(1, plan.num_groups)
+    # Groups of several degrees take unequally long: of shorter programs none is left over at the end.
+    programs = batch * heads * groups // (1 if plan.quadratic else 4)
+    splits, tiles_each = split(_row_tiles(x, tiles), programs, tiles)
     shapes = summary_shapes(shape, plan)
     sums = [x.new_empty(batch * heads * splits, *s, dtype=torch.float32) for s in shapes]
     bidirectional_sums.summarize[(groups * splits * batch * heads,)](

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from schoenbat.ops.triton import causal, causal_keys, causal_sums
 from schoenbat.ops.triton.launch import (
+    FEWER_REGISTERS,
     Shape,
     Tiles,
     Unit,
@@ -26,14 +27,22 @@ from schoenbat.ops.triton.state import empty_state, lay_out, roots, take_out
 
 
 def tiles_for(dtype: torch.dtype, block_d: int, block_v: int, quadratic: int) -> Tiles:
-    """As in `launch`, but for pairs in float32, which spill kilobytes with one stage, and for wide heads.
+    """As in `launch`, but for pairs in float32, which spill kilobytes with one stage, and by width.
 
-    With 128 rows the gradients of wide heads would not fit the shared memory.
+    With 128 rows the gradients of wide heads would not fit the shared memory. Narrow ones spill little with
+    fewer registers.
     """
     if quadratic and dtype == torch.float32:
         return Tiles(16, 8, 2)
     tiles = bidirectional_tiles(dtype, block_d, block_v, quadratic)
+    if tiles.block == 64 and max(block_d, block_v) <= 32:
+        return tiles._replace(registers=FEWER_REGISTERS)
     return Tiles(64, 8, 2) if tiles.block == 128 else tiles
+
+
+def tiles_of_read(tiles: Tiles) -> Tiles:
+    """For outputs: of pairs, four warps have registers to spare."""
+    return tiles._replace(registers=FEWER_REGISTERS) if tiles.num_warps == 4 and tiles.block == 64 else tiles
 
 
 def tiles_of_keys(tiles: Tiles) -> Tiles:
@@ -62,7 +71,8 @@ class Axis(NamedTuple):
         # A map of constants alone has no features.
         chunk = max(1, triton.cdiv(plan.num_features * shape.block_v, rows))
         num_tiles = max(1, triton.cdiv(max(queries, keys), tiles.block))
-        programs = shape.batch * shape.heads * max(1, plan.num_groups)
+        # Groups of several degrees take unequally long, as in `launch`; but segments have to be scanned.
+        programs = shape.batch * shape.heads * max(1, plan.num_groups) // (1 if plan.quadratic else 2)
         segments, chunks_each = split(triton.cdiv(num_tiles, chunk), programs, tiles)
         return cls(queries, keys, tiles, chunk, num_tiles, segments, chunk * chunks_each)
 
@@ -143,7 +153,7 @@ def attend(
             HAS_STATE=count is not None,
             UNIT=unit.code,
             CHUNK=axis.chunk,
-            **shape.constants(plan, axis.tiles),
+            **shape.constants(plan, tiles_of_read(axis.tiles)),
         )
     return [out.view(*query.shape[:-1], shape.value_dim), *by_row, *sums]
 

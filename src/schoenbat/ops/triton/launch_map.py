@@ -45,7 +45,7 @@ class Pass(NamedTuple):
 
 def tiles_of_map(tiles: Tiles) -> Tiles:
     """Two warps where rows have 16 bits: they were right wherever they were tried, see `tiles_for`."""
-    return tiles if tiles.block < 32 else tiles._replace(num_warps=2, num_stages=min(2, tiles.num_stages))
+    return tiles if tiles.block < 32 else Tiles(tiles.block, 2, min(2, tiles.num_stages))
 
 
 def bidirectional(
