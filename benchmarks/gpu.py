@@ -5,9 +5,14 @@ and launches. The floor is the time to read query, key and value once and to wri
 decoding step: to read and write the state once), at the speed at which this GPU copies memory. Where the
 package fla is installed, its causal linear attention is measured on features that are ready-made: what it
 would cost without a map. Writes benchmarks/results/<gpu>.json.
+
+Each shape is written as soon as it is measured, to <gpu>.unfinished.json: a run that was interrupted goes on
+from there, as long as the code is the same.
 """
 
 import importlib.util
+import json
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -33,6 +38,7 @@ from schoenbat import (
 )
 from schoenbat.experiments.measurement import Timing, peak_memory, time_call
 from schoenbat.report.results import device_name, write_results
+from schoenbat.training.record import revision
 
 DEVICE = torch.device("cuda")
 FORWARD, BACKWARD = "forward", "forward+backward"
@@ -146,13 +152,14 @@ def _takes_minutes(cell: Cell) -> bool:
     return (cell.method, cell.direction) not in (("cudnn", FORWARD), ("eager", FORWARD), ("eager", BACKWARD))
 
 
-def rows(copy_speed: float) -> Iterator[Row]:
-    for shape in (*SHAPES, *LENGTHS):
-        inputs = _draw(shape)
-        floor = 4 * inputs[0].nbytes / copy_speed
-        for cell in cells(shape):
-            yield measure(str(shape), cell.method, cell.direction, cell.call(inputs), floor)
-    yield from decoding_rows(copy_speed)
+def rows(shape: Shape, copy_speed: float) -> Iterator[Row]:
+    if shape == DECODING:
+        yield from decoding_rows(copy_speed)
+        return
+    inputs = _draw(shape)
+    floor = 4 * inputs[0].nbytes / copy_speed
+    for cell in cells(shape):
+        yield measure(str(shape), cell.method, cell.direction, cell.call(inputs), floor)
 
 
 def decoding_rows(copy_speed: float) -> Iterator[Row]:
@@ -253,11 +260,37 @@ def table(measured: list[Row]) -> Table:
     return shown
 
 
-if __name__ == "__main__":
-    speed = _copy_speed()
-    total = sum(len(cells(shape)) for shape in (*SHAPES, *LENGTHS)) + 4
-    measured = list(track(rows(speed), "measuring", total=total, auto_refresh=False))
+def kept(unfinished: Path, of_revision: str | None) -> list[Row]:
+    """What an interrupted run of the same code has measured: whole shapes."""
+    if not unfinished.exists() or of_revision is None or of_revision.endswith("+"):
+        return []
+    results = json.loads(unfinished.read_text(encoding="utf-8"))
+    return [Row(**row) for row in results["rows"]] if results["options"]["revision"] == of_revision else []
+
+
+def main() -> None:
+    console, shapes = Console(width=120), (*SHAPES, *LENGTHS, DECODING)
     name = device_name(DEVICE).lower().replace(" ", "-")
-    options = {"copy_bytes_per_second": speed, "shapes": [asdict(shape) for shape in (*SHAPES, *LENGTHS)]}
-    write_results(Path(__file__).parent / "results" / f"{name}.json", "gpu", options, measured, device=DEVICE)
-    Console(width=120).print(table(measured))
+    path = Path(__file__).parent / "results" / f"{name}.json"
+    unfinished = path.with_suffix(".unfinished.json")
+    speed, own = _copy_speed(), revision()
+    options = {
+        "revision": own,
+        "copy_bytes_per_second": speed,
+        "shapes": [asdict(shape) for shape in shapes],
+    }
+    measured = kept(unfinished, own)
+    for shape in track(shapes, "measuring", console=console):
+        if any(row.shape == str(shape) for row in measured):
+            continue
+        start = time.perf_counter()
+        measured += rows(shape, speed)
+        write_results(unfinished, "gpu", options, measured, device=DEVICE)
+        console.print(f"{shape}: {time.perf_counter() - start:.0f} s")
+    write_results(path, "gpu", options, measured, device=DEVICE)
+    unfinished.unlink()
+    console.print(table(measured))
+
+
+if __name__ == "__main__":
+    main()
