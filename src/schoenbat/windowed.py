@@ -54,7 +54,7 @@ def rmfa_window(
         enable_gqa: let several query heads share a key head.
         implementation: ``"auto"``, ``"reference"`` (the specification; quadratic), ``"eager"`` or
             ``"triton"`` (fused kernels, which ``"auto"`` takes on
-            CUDA for heads up to 128 wide, not in float16; differentiable once).
+            CUDA for heads up to 128 wide, in float16 without gradients; differentiable once).
 
     Returns:
         ``(..., H, n, d_v)``.
@@ -76,7 +76,8 @@ def rmfa_window(
         )
     with torch.autocast(query.device.type, enabled=False):
         feature_map = map_for(features, inputs.key)
-        obstacle = window_fused.obstacle(inputs.query, inputs.value, feature_map, implementation)
+        others = _tensors(inputs.key, scale, far_weight, *(far_maps or ()))
+        obstacle = window_fused.obstacle(inputs.query, inputs.value, feature_map, implementation, others)
         attend = _ATTEND[dispatch.choose(implementation, obstacle, query)]
         if not torch.compiler.is_compiling():  # where it would make every size an expression of the length
             width = min(width, max(key.shape[-2] - 1, 0))
@@ -231,8 +232,7 @@ def step(
         raise ValueError(f"the state was made for (batch, kv_heads, value_dim) = {expected}, got {got}")
     tokens, before = arrange(query, key, value, key_mask, enable_gqa), state._remembered()
     state.far._check_map(features)
-    maybe_trained = scale, far_weight, tokens.key, *(far_maps or ())
-    others = [x for x in maybe_trained if isinstance(x, Tensor)]
+    others = _tensors(tokens.key, scale, far_weight, *(far_maps or ()))
     with torch.autocast(query.device.type, enabled=False):
         feature_map = map_for(features, tokens.key)
         obstacle = window_fused.step_obstacle(tokens.query, tokens.value, before, feature_map, others)
@@ -249,6 +249,11 @@ def step(
         query_scale = _arrange_scale(tokens, features, scale)
         settings = _settings(tokens, width, True, width, far_weight, far_maps)
         return _step_eagerly(tokens, features, feature_map, query_scale, settings, state)
+
+
+def _tensors(*options: object) -> list[Tensor]:
+    """Those of them that gradients may be wanted for."""
+    return [option for option in options if isinstance(option, Tensor)]
 
 
 def _step_eagerly(

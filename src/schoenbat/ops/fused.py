@@ -178,5 +178,8 @@ def step(
 
 def is_decoding(query: Tensor, *others: Tensor) -> bool:
     """One token, and no gradients wanted: what the decoding kernels do."""
-    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (query, *others))
-    return query.shape[-2] == 1 and not wanted
+    return query.shape[-2] == 1 and not wants_gradients(query, *others)
+
+
+def wants_gradients(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)

@@ -16,13 +16,16 @@ from schoenbat.ops.window import Window, map_rows
 WIDEST = 128
 
 
-def obstacle(query: Tensor, value: Tensor, feature_map: FeatureMap, implementation: str) -> str | None:
-    """Why the fused kernels cannot run a call; None if they can."""
+def obstacle(
+    query: Tensor, value: Tensor, feature_map: FeatureMap, implementation: str, others: Iterable[Tensor]
+) -> str | None:
+    """Why the fused kernels cannot run a call; None if they can. `others`: as in `step_obstacle`."""
     found = fused.obstacle(query, value[..., : fused.WIDEST_VALUE]) or fused.training_obstacle(feature_map)
     found = found or _width_obstacle(query)
     # A short sequence that is padded to a long one overflows float16 in the backward pass.
-    if query.dtype == torch.float16 and implementation == "auto":
-        found = found or "in float16 it is taken by name alone"
+    is_careful = implementation == "auto" and query.dtype == torch.float16
+    if is_careful and fused.wants_gradients(query, value, *others):
+        found = found or "in float16 gradients are taken by name alone"
     return found
 
 

@@ -297,6 +297,19 @@ def test_no_kernel_is_compiled_again_for_another_length_or_width():
     assert all(kernels(*sizes) == first for sizes in ((301, 1), (1, 0), (16, 16), (4096, 200)))
 
 
+def test_auto_takes_half_precision_without_gradients(auto_takes_the_kernels):
+    features = make_map("exact-low", 16, 40, dtype=torch.float32, device=DEVICE)
+    tensors = [x.to(DEVICE) for x in draw(20, dtype=torch.float16)]
+    triton, eager = (rmfa_window(*tensors, features, 3, implementation=name) for name in ("triton", "eager"))
+    assert not torch.equal(triton, eager)
+    assert torch.equal(rmfa_window(*tensors, features, 3), triton)
+    scale = torch.tensor([1.0], device=DEVICE, requires_grad=True)
+    with pytest.raises(NotImplementedError, match="in float16 gradients are taken by name alone"):
+        rmfa_window(*tensors, features, 3, scale=scale)
+    with torch.no_grad():
+        rmfa_window(*tensors, features, 3, scale=scale)
+
+
 @pytest.mark.gpu
 def test_auto_and_modules_take_them():
     features = make_map("unbiased", 64, 128, dtype=torch.float32, device=DEVICE)
