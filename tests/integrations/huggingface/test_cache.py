@@ -192,6 +192,13 @@ def test_with_gradients_the_ordinary_cache_stays_and_gives_the_same():
     )
 
 
+def test_with_gradients_and_a_window_it_is_said_how_to_decode():
+    model = converted(FAMILIES["llama"], window=3)
+    cached = model(tokens(2, 7))
+    with pytest.raises(ValueError, match=r"decode under torch.no_grad\(\)"):
+        model(tokens(2, 1), past_key_values=cached.past_key_values)
+
+
 def test_a_calibrated_centre_is_decoded_with():
     model = converted(FAMILIES["llama"])
     calibrate(model, {"input_ids": tokens(4, 20, seed=8)})

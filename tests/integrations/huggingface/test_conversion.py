@@ -6,6 +6,8 @@ from integrations.huggingface.tiny import (
     FAMILIES,
     NUM_LAYERS,
     deberta,
+    gemma2,
+    gpt_oss,
     inputs_for,
     make,
     outputs_of,
@@ -13,7 +15,14 @@ from integrations.huggingface.tiny import (
     t5,
     tokens,
 )
-from transformers import AutoModel, AutoModelForCausalLM, BertForMaskedLM
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    BertForMaskedLM,
+    MambaConfig,
+    MambaModel,
+)
 
 from schoenbat import SchoenbAt, kernel, reseed, rmfa
 from schoenbat.integrations.huggingface import convert, record_attention, register
@@ -171,9 +180,10 @@ def test_loaded_with_its_softmax_and_into_another_head(tmp_path):
     softmax = outputs_of(model, **inputs)
     convert(model, num_features=45)
     model.save_pretrained(tmp_path)
-    torch.testing.assert_close(
-        outputs_of(AutoModel.from_pretrained(tmp_path, schoenbat=None).eval(), **inputs), softmax
-    )
+    for options in ({"schoenbat": None}, {"attn_implementation": "sdpa"}):
+        loaded = AutoModel.from_pretrained(tmp_path, **options).eval()
+        assert not maps_of(loaded)
+        torch.testing.assert_close(outputs_of(loaded, **inputs), softmax)
     inner = BertForMaskedLM.from_pretrained(tmp_path).eval().bert
     torch.testing.assert_close(outputs_of(inner, **inputs), outputs_of(model, **inputs), rtol=0, atol=0)
 
@@ -189,19 +199,49 @@ def test_registered_models_are_built_and_loaded_with_it(family, tmp_path):
     inputs = inputs_for(family)
     for model in models:
         torch.testing.assert_close(outputs_of(model, **inputs), outputs_of(plain, **inputs), rtol=0, atol=0)
-    built = type(plain)._from_config(plain.config, attn_implementation="schoenbat")
+    built = type(plain)._from_config(plain.config, attn_implementation="schoenbat").eval()
     assert len(maps_of(built)) == NUM_LAYERS[family]
+    built.save_pretrained(tmp_path)
+    loaded = type(plain).from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(outputs_of(loaded, **inputs), outputs_of(built, **inputs), rtol=0, atol=0)
     directions = [features.quadratic for features in maps_of(models[0])]
     pairs = [(i, j) for i in range(len(directions)) for j in range(i)]
     assert not any(torch.equal(directions[i], directions[j]) for i, j in pairs)
 
 
-def test_registered_options_come_from_the_config():
+def test_registered_options_come_from_the_config(tmp_path):
     register()
-    config = make(FAMILIES["bert"]).config
-    config.schoenbat = {"num_features": 33, "construction": "unbiased"}
-    model = AutoModel.from_config(config)
-    assert [(f.num_features, f.construction) for f in maps_of(model)] == [(33, "unbiased")] * 2
+    plain = make(FAMILIES["bert"])
+    plain.save_pretrained(tmp_path)
+    options = {"num_features": 33, "construction": "unbiased"}
+    config = AutoConfig.from_pretrained(tmp_path, schoenbat=options)
+    for model in (AutoModel.from_config(config), AutoModel.from_pretrained(tmp_path, schoenbat=options)):
+        assert [(f.num_features, f.construction) for f in maps_of(model)] == [(33, "unbiased")] * 2
+
+
+@pytest.mark.parametrize("build", [gemma2, gpt_oss])
+@pytest.mark.parametrize("padded", [False, True])
+def test_what_sdpa_cannot_do_is_kept_where_softmax_is(build, padded):
+    model = make(build)
+    for name, parameter in model.named_parameters():
+        if name.endswith("sinks"):
+            torch.nn.init.constant_(parameter, 3.0)
+    inputs = {"input_ids": tokens()}
+    if padded:
+        mask = torch.ones_like(inputs["input_ids"])
+        mask[0, :3] = 0
+        inputs["attention_mask"] = mask
+    model.set_attn_implementation("eager")
+    expected = outputs_of(model, **inputs)
+    register()
+    model.set_attn_implementation("schoenbat")
+    torch.testing.assert_close(outputs_of(model, **inputs)[:, 3:], expected[:, 3:], rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_without_attention_is_said_to_have_none(caplog):
+    config = MambaConfig(hidden_size=32, num_hidden_layers=1, vocab_size=50, state_size=4)
+    assert not convert(MambaModel(config)).converted
+    assert "0 attention layers converted" in caplog.text
 
 
 def test_options_are_checked_before_anything_changes():
@@ -210,6 +250,8 @@ def test_options_are_checked_before_anything_changes():
         convert(model, kernel=kernel("exp"))
     with pytest.raises(ValueError, match="which queries are padding"):
         convert(model, normalization="batch")
+    with pytest.raises(TypeError, match="modules decide them: dtype"):
+        convert(model, dtype=torch.float16)
     with pytest.raises(ValueError, match="unknown construction"):
         convert(model, construction="none such")
     assert not maps_of(model)

@@ -52,6 +52,26 @@ def test_the_first_stage_trains_attention_alone_and_the_second_no_embeddings():
     assert not any("embeddings.word" in name or "embeddings.position" in name for name in changed())
 
 
+def test_what_is_wrong_with_the_arguments_is_said():
+    model = make(FAMILIES["bert"])
+    convert(model, num_features=24, **TRAINABLE)
+    with pytest.raises(TypeError, match="two numbers, one for each stage, got 5"):
+        distill(model, batches(), steps=5)
+    with pytest.raises(TypeError, match="by name, got Tensor"):
+        distill(model, [tokens()], steps=(1, 0), progress=False)
+
+
+def test_embeddings_of_images_are_not_trained():
+    model = make(FAMILIES["vit"])
+    convert(model, num_features=24, **TRAINABLE)
+    before = {name: tensor.clone() for name, tensor in model.named_parameters()}
+    with torch.no_grad():  # which is the caller's affair
+        distill(model, [inputs_for("vit")], steps=(0, 3), progress=False)
+    changed = {name for name, tensor in model.named_parameters() if not torch.equal(tensor, before[name])}
+    assert changed
+    assert not any(name.startswith("embeddings.") for name in changed)
+
+
 @pytest.mark.parametrize("family", ["vit", "bart", "gpt2"])
 def test_other_families_distil_too(family):
     model = make(FAMILIES[family])

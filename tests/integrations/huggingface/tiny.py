@@ -17,8 +17,14 @@ from transformers import (
     DebertaModel,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -111,6 +117,18 @@ def albert() -> PreTrainedModel:
     return AlbertModel(AlbertConfig(**config))
 
 
+def gemma2() -> PreTrainedModel:
+    """Scores are capped."""
+    config = {**_GROUPED, "head_dim": 8, "attn_logit_softcapping": 2.0, "sliding_window": 100}
+    return Gemma2ForCausalLM(Gemma2Config(**config))
+
+
+def gpt_oss() -> PreTrainedModel:
+    """Each head has a sink."""
+    config = {**_GROUPED, "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 2}
+    return GptOssForCausalLM(GptOssConfig(**config))
+
+
 def qwen2_with_sliding_layer() -> PreTrainedModel:
     """The first layer attends to everything, the second within a window of 4 tokens."""
     sliding = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
@@ -127,6 +145,7 @@ DECODERS: dict[str, Callable[[], PreTrainedModel]] = {
     "opt": lambda: OPTForCausalLM(
         OPTConfig(**_TEXT, **_SIZE, init_std=0.15, ffn_dim=48, word_embed_proj_dim=32)
     ),
+    "gpt_neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**_TEXT, **_SIZE, **_WIDE)),
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**_GROUPED)),
     "mistral": lambda: MistralForCausalLM(MistralConfig(**_GROUPED, sliding_window=None)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**_GROUPED)),

@@ -1,5 +1,6 @@
 """The attention function that transformers calls, and a record of its calls."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -25,6 +26,9 @@ BEYOND_A_KERNEL = {
     "cu_seq_lens_q": "attends within packed sequences",
 }
 """Arguments of an attention call that have no counterpart where no scores are formed, and what they mean."""
+
+BEYOND_SDPA = ("softcap", "s_aux")
+"""Those of them that SDPA leaves out or refuses."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +121,11 @@ def _linear(
     layer: RMFALayer | None,
 ) -> Tensor:
     if layer is None:
+        if attention.window is not None and is_causal and query.shape[-2] != key.shape[-2]:
+            raise ValueError(
+                f"{query.shape[-2]} queries and {key.shape[-2]} keys came to an attention with a window: "
+                "with gradients on, a cache keeps keys instead of a state; decode under torch.no_grad()"
+            )
         grouped = query.shape[1] != key.shape[1]
         return attention(query, key, value, key_mask=key_mask, is_causal=is_causal, enable_gqa=grouped)
     if is_causal:
@@ -168,7 +177,31 @@ def _softmax(
     **more: Any,
 ) -> Tensor:
     dense = dense_mask(mask, is_causal, query.shape[-2], key.shape[-2], query.device)
+    if any(more.get(name) is not None for name in BEYOND_SDPA):
+        return _softmax_of_its_own(module, query, key, value, dense, is_causal, **more)
     return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, dense, is_causal=is_causal, **more)[0]
+
+
+def _softmax_of_its_own(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dense: Tensor | None,
+    is_causal: bool,
+    **more: Any,
+) -> Tensor:
+    """By the function that stands beside the module's class for what SDPA cannot do; its mask is added."""
+    beside = sys.modules[type(module).__module__]
+    if not hasattr(beside, "eager_attention_forward"):
+        _refuse(module, more)
+    if dense is None and is_causal:
+        dense = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device)
+        dense = dense.tril(key.shape[-2] - query.shape[-2])[None, None]
+    if dense is not None and dense.dtype == torch.bool:
+        lowest = torch.finfo(query.dtype).min
+        dense = torch.zeros_like(dense, dtype=query.dtype).masked_fill(~dense, lowest)
+    return beside.eager_attention_forward(module, query, key, value, dense, **more)[0]
 
 
 def _refuse(module: nn.Module, more: dict[str, Any]) -> None:

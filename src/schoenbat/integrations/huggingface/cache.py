@@ -94,8 +94,9 @@ def enter_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
     Without a cache, that there is none: a call that raised may have left its own.
     """
-    cache = kwargs.get("past_key_values")
-    module.rmfa_layer = _layer_for(module, cache) if isinstance(cache, Cache) else None  # type: ignore[assignment]
+    # Modules have several names for it.
+    cache = next((x for x in (*kwargs.values(), *args) if isinstance(x, Cache)), None)
+    module.rmfa_layer = None if cache is None else _layer_for(module, cache)  # type: ignore[assignment]
 
 
 def leave_cache(module: nn.Module) -> RMFALayer | None:

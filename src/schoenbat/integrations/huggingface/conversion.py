@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
 from schoenbat.features import reseed
 from schoenbat.integrations.huggingface import layers
@@ -28,6 +28,11 @@ DEFAULTS: Mapping[str, Any] = {
     "seed": 0,
 }
 """What stays closest to a trained softmax: rows as they are, the model's own scale, low degrees exact."""
+
+OF_THE_MODEL = frozenset(
+    ("head_dim", "num_heads", "num_key_heads", "value_dim", "device", "dtype", "process_group")
+)
+"""Options of `SchoenbAt` that a model's own modules decide."""
 
 _log = logging.getLogger(__name__)
 
@@ -49,9 +54,9 @@ def register() -> None:
 
     Models that are built from then on with that implementation (``from_config``, ``from_pretrained``), and
     saved models that `convert` had converted, get a `SchoenbAt` in each attention module. Options are read
-    from the config's entry ``schoenbat``; what is not said there is as in `convert`. To load a converted
-    model with its softmax instead: ``from_pretrained(path, schoenbat=None)``. Calling it again changes
-    nothing.
+    from the config's entry ``schoenbat`` (``from_pretrained(path, schoenbat={"num_features": 256})`` sets
+    it); what is not said there is as in `convert`. To load a converted model with its softmax instead:
+    ``from_pretrained(path, attn_implementation="sdpa")``. Calling it again changes nothing.
 
     Example:
         >>> from transformers import AutoModel, BertConfig
@@ -63,15 +68,17 @@ def register() -> None:
     """
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, compact_mask)
+    setattr(PreTrainedConfig, NAME, None)  # from_pretrained takes as options what its config knows
     _follow_construction()
 
 
 @functools.cache
 def _follow_construction() -> None:
     """Once: transformers has no place of its own between a model's construction and its loading."""
-    post_init, initialize = PreTrainedModel.post_init, PreTrainedModel._initialize_weights
-    PreTrainedModel.post_init = _then_attach(post_init)  # type: ignore[method-assign]
-    PreTrainedModel._initialize_weights = _then_fill(initialize)  # type: ignore[method-assign]
+    kind = PreTrainedModel
+    kind.post_init = _then_attach(kind.post_init)  # type: ignore[method-assign]
+    kind._initialize_weights = _then_fill(kind._initialize_weights)  # type: ignore[method-assign]
+    kind._check_and_adjust_attn_implementation = _by_record(kind._check_and_adjust_attn_implementation)  # type: ignore[method-assign]
 
 
 def convert(model: PreTrainedModel, **options: Any) -> Conversion:
@@ -111,7 +118,7 @@ def convert(model: PreTrainedModel, **options: Any) -> Conversion:
             if isinstance(part, PreTrainedModel):
                 setattr(part.config, NAME, options)
         model.set_attn_implementation(NAME)
-    if left:
+    if left or not fit:
         _log.warning("%s", conversion)
     return conversion
 
@@ -130,6 +137,8 @@ def _device(module: nn.Module) -> torch.device | None:
 
 
 def _checked(options: dict[str, Any]) -> dict[str, Any]:
+    if refused := sorted(OF_THE_MODEL & options.keys()):
+        raise TypeError(f"no options here, since the model's own modules decide them: {', '.join(refused)}")
     if not isinstance(options["kernel"], str):
         raise TypeError(
             f"kernel must be a name, so that the model's config can be saved, got {options['kernel']!r}"
@@ -146,15 +155,23 @@ def _checked(options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
+def _by_record(choose: Callable[..., str]) -> Callable[..., str]:
+    """Where nobody names an implementation, a model that was saved with SchoenbAt gets it again."""
+
+    @functools.wraps(choose)
+    def wrapped(self: PreTrainedModel, named: str | None, *rest: Any, **more: Any) -> str:
+        recorded = getattr(self.config, NAME, None)
+        return choose(self, NAME if named is None and recorded else named, *rest, **more)
+
+    return wrapped
+
+
 def _then_attach(post_init: Callable[[PreTrainedModel], None]) -> Callable[[PreTrainedModel], None]:
     """The end of a model's construction: the one moment before its weights are loaded."""
 
     @functools.wraps(post_init)
     def wrapped(self: PreTrainedModel) -> None:
         post_init(self)
-        recorded = getattr(self.config, NAME, None)
-        if recorded:
-            self.config._attn_implementation_internal = NAME
         ours = rf"(^|\.){NAME}\."
         # A converted model may be loaded with its softmax,
         self._keys_to_ignore_on_load_unexpected = {*(self._keys_to_ignore_on_load_unexpected or ()), ours}
@@ -162,12 +179,15 @@ def _then_attach(post_init: Callable[[PreTrainedModel], None]) -> Callable[[PreT
             return
         # and one that was never converted with SchoenbAt, whose maps are then drawn.
         self._keys_to_ignore_on_load_missing = {*(self._keys_to_ignore_on_load_missing or ()), ours}
-        options = _checked({**DEFAULTS, **(recorded or {})})
+        options = _checked({**DEFAULTS, **(getattr(self.config, NAME, None) or {})})
         found = [item for item in layers.find(self) if _is_chosen(item.module)]
-        new = [item.module for item in found if item.obstacle is None and not hasattr(item.module, NAME)]
-        _attach_all(self, new, options)
-        if found and all(item.obstacle is not None for item in found):
-            _log.warning("%s", Conversion((), {item.name: item.obstacle or "" for item in found}))
+        left = {item.name: item.obstacle for item in found if item.obstacle is not None}
+        new = [item for item in found if item.obstacle is None and not hasattr(item.module, NAME)]
+        _attach_all(self, [item.module for item in new], options)
+        if new:
+            setattr(self.config, NAME, options)  # saved with the model, as `convert` does
+        if left and (new or len(left) == len(found)):
+            _log.warning("%s", Conversion(tuple(item.name for item in new), left))
 
     return wrapped
 

@@ -37,6 +37,7 @@ def token_outputs(outputs: Any, batch: Batch) -> Tensor:
     return hidden[mask.bool()]
 
 
+@torch.enable_grad()
 def distill(
     model: PreTrainedModel,
     data: Iterable[Batch],
@@ -82,6 +83,8 @@ def distill(
         >>> len(distill(model, [batch], steps=(3, 2), progress=False).attention)
         3
     """
+    if not isinstance(steps, tuple | list) or len(steps) != 2:
+        raise TypeError(f"steps must be two numbers, one for each stage, got {steps!r}")
     students = _students(model)
     if not any(True for attention in students.values() for _ in attention.parameters()):
         raise ValueError(
@@ -185,9 +188,7 @@ def _match_model(
     output: Output,
 ) -> Iterator[Tensor]:
     attention_rate, rest_rate = rates
-    frozen = {
-        p for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()
-    }
+    frozen = _embeddings(model)
     ours = {p for attention in students.values() for p in attention.parameters()}
     rest = [p for p in model.parameters() if p not in frozen and p not in ours]
     for parameter in frozen:
@@ -207,6 +208,15 @@ def _match_model(
         ]
         cosine = cosine_similarity(output(outputs, batch), output(expected, batch), dim=-1)
         yield _take_step(optimizer, schedule, 1 - cosine.mean() + torch.stack(errors).mean())
+
+
+def _embeddings(model: PreTrainedModel) -> set[nn.Parameter]:
+    """Of words, patches and positions; those of images are not all in an `nn.Embedding`."""
+    found = set(model.get_input_embeddings().parameters())
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) or "Embedding" in type(module).__name__:
+            found |= set(module.parameters(recurse=False))
+    return found
 
 
 def _students(model: nn.Module) -> dict[str, SchoenbAt]:
@@ -314,4 +324,6 @@ def _forever(data: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
 
 
 def _on(batch: Batch, device: torch.device) -> Batch:
+    if not isinstance(batch, Mapping):
+        raise TypeError(f"a batch is what the model takes, by name, got {type(batch).__name__}")
     return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
