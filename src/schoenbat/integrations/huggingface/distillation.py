@@ -212,7 +212,10 @@ def _match_model(
 
 def _embeddings(model: PreTrainedModel) -> set[nn.Parameter]:
     """Of words, patches and positions; those of images are not all in an `nn.Embedding`."""
-    found = set(model.get_input_embeddings().parameters())
+    try:
+        found = set(model.get_input_embeddings().parameters())
+    except NotImplementedError:  # as models of sound have none
+        found = set()
     for module in model.modules():
         if isinstance(module, nn.Embedding) or "Embedding" in type(module).__name__:
             found |= set(module.parameters(recurse=False))
