@@ -7,7 +7,7 @@ package fla is installed, its causal linear attention is measured on features th
 would cost without a map. Writes benchmarks/results/<gpu>.json.
 
 Each shape is written as soon as it is measured, to <gpu>.unfinished.json: a run that was interrupted goes on
-from there, as long as the code is the same.
+from there, as long as it is the same revision of the package, without changes.
 """
 
 import importlib.util
@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -260,12 +261,12 @@ def table(measured: list[Row]) -> Table:
     return shown
 
 
-def kept(unfinished: Path, of_revision: str | None) -> list[Row]:
-    """What an interrupted run of the same code has measured: whole shapes."""
+def kept(unfinished: Path, of_revision: str | None) -> dict[str, Any] | None:
+    """What an interrupted run of the same code has written: whole shapes, and the speed of a copy."""
     if not unfinished.exists() or of_revision is None or of_revision.endswith("+"):
-        return []
+        return None
     results = json.loads(unfinished.read_text(encoding="utf-8"))
-    return [Row(**row) for row in results["rows"]] if results["options"]["revision"] == of_revision else []
+    return results if results["options"]["revision"] == of_revision else None
 
 
 def main() -> None:
@@ -273,14 +274,15 @@ def main() -> None:
     name = device_name(DEVICE).lower().replace(" ", "-")
     path = Path(__file__).parent / "results" / f"{name}.json"
     unfinished = path.with_suffix(".unfinished.json")
-    speed, own = _copy_speed(), revision()
+    before = kept(unfinished, own := revision())
+    speed = _copy_speed() if before is None else before["options"]["copy_bytes_per_second"]
+    measured = [] if before is None else [Row(**row) for row in before["rows"]]
     options = {
         "revision": own,
         "copy_bytes_per_second": speed,
         "shapes": [asdict(shape) for shape in shapes],
     }
-    measured = kept(unfinished, own)
-    for shape in track(shapes, "measuring", console=console):
+    for shape in track(shapes, "measuring", console=console, auto_refresh=False):
         if any(row.shape == str(shape) for row in measured):
             continue
         start = time.perf_counter()

@@ -124,13 +124,13 @@ def _written_at(path: Path) -> int:
 
 
 def revision() -> str | None:
-    """The git revision that this code is of, with "+" where it was changed since.
+    """The git revision that this package is of, with "+" where it was changed since.
 
     Where the code was copied without its repository, the variable SCHOENBAT_REVISION may tell it.
     """
     if told := os.environ.get("SCHOENBAT_REVISION"):
         return told
-    here = Path(__file__).parent
+    here = Path(__file__).parents[1]
     try:
         revision, changes = (
             subprocess.run(  # nosec B603 B607 - constant words; git is where the user's PATH has it

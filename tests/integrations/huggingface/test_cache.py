@@ -195,7 +195,7 @@ def test_with_gradients_the_ordinary_cache_stays_and_gives_the_same():
 def test_with_gradients_and_a_window_it_is_said_how_to_decode():
     model = converted(FAMILIES["llama"], window=3)
     cached = model(tokens(2, 7))
-    with pytest.raises(ValueError, match=r"decode under torch.no_grad\(\)"):
+    with pytest.raises(ValueError, match=r"begin a new one under torch.no_grad\(\)"):
         model(tokens(2, 1), past_key_values=cached.past_key_values)
 
 

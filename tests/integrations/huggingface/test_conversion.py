@@ -20,6 +20,8 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     BertForMaskedLM,
+    CLIPConfig,
+    CLIPModel,
     MambaConfig,
     MambaModel,
 )
@@ -182,8 +184,10 @@ def test_loaded_with_its_softmax_and_into_another_head(tmp_path):
     model.save_pretrained(tmp_path)
     for options in ({"schoenbat": None}, {"attn_implementation": "sdpa"}):
         loaded = AutoModel.from_pretrained(tmp_path, **options).eval()
-        assert not maps_of(loaded)
-        torch.testing.assert_close(outputs_of(loaded, **inputs), softmax)
+        loaded.save_pretrained(tmp_path / "again")
+        for softmax_model in (loaded, AutoModel.from_pretrained(tmp_path / "again").eval()):
+            assert not maps_of(softmax_model)
+            torch.testing.assert_close(outputs_of(softmax_model, **inputs), softmax)
     inner = BertForMaskedLM.from_pretrained(tmp_path).eval().bert
     torch.testing.assert_close(outputs_of(inner, **inputs), outputs_of(model, **inputs), rtol=0, atol=0)
 
@@ -217,6 +221,17 @@ def test_registered_options_come_from_the_config(tmp_path):
     config = AutoConfig.from_pretrained(tmp_path, schoenbat=options)
     for model in (AutoModel.from_config(config), AutoModel.from_pretrained(tmp_path, schoenbat=options)):
         assert [(f.num_features, f.construction) for f in maps_of(model)] == [(33, "unbiased")] * 2
+
+
+def test_registered_options_reach_the_parts_of_a_model(tmp_path):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
+    vision = {**sizes, "image_size": 16, "patch_size": 4}
+    CLIPModel(CLIPConfig(text_config=sizes, vision_config=vision)).save_pretrained(tmp_path)
+    register()
+    model = CLIPModel.from_pretrained(tmp_path, schoenbat={"num_features": 33})
+    assert [features.num_features for features in maps_of(model)] == [33, 33]
+    with pytest.raises(TypeError, match="must be options by name, or None, got True"):
+        CLIPModel.from_pretrained(tmp_path, schoenbat=True)
 
 
 @pytest.mark.parametrize("build", [gemma2, gpt_oss])

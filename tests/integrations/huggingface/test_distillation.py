@@ -1,6 +1,7 @@
 import pytest
 import torch
 from integrations.huggingface.tiny import FAMILIES, albert, inputs_for, make, outputs_of, tokens
+from transformers import Wav2Vec2Config, Wav2Vec2Model
 
 from schoenbat import SchoenbAt
 from schoenbat.integrations.huggingface import calibrate, convert, distill
@@ -70,6 +71,16 @@ def test_embeddings_of_images_are_not_trained():
     changed = {name for name, tensor in model.named_parameters() if not torch.equal(tensor, before[name])}
     assert changed
     assert not any(name.startswith("embeddings.") for name in changed)
+
+
+def test_models_without_input_embeddings_distil_too():
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
+    layers = {"conv_dim": (16,), "conv_stride": (10,), "conv_kernel": (10,), "num_feat_extract_layers": 1}
+    position = {"num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 4}
+    model = Wav2Vec2Model(Wav2Vec2Config(**sizes, **layers, **position)).eval()
+    convert(model, num_features=24, **TRAINABLE)
+    sound = {"input_values": torch.randn(2, 300, generator=torch.Generator().manual_seed(0))}
+    assert len(distill(model, [sound], steps=(1, 2), progress=False).model) == 2
 
 
 @pytest.mark.parametrize("family", ["vit", "bart", "gpt2"])

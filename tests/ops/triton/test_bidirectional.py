@@ -308,3 +308,20 @@ def test_what_it_does_not_do_raises():
         rmfa(*(x.double(),) * 3, features, implementation="triton")
     with pytest.raises(NotImplementedError, match=r"torch\.func"):
         torch.func.grad(lambda q: rmfa(q, x, x, features, implementation="triton").sum())(x)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_gradient_that_is_not_given_counts_as_zero(is_causal):
+    class Dropped(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return None
+
+    features = make_map("exact-low", 16, 40, dtype=torch.float32, device=DEVICE)
+    tensors = [rows(1, 1, 20, 16, seed=i, dtype=torch.float32).to(DEVICE).requires_grad_() for i in range(3)]
+    Dropped.apply(rmfa(*tensors, features, is_causal=is_causal, implementation="triton")).sum().backward()
+    assert not any(x.grad.any() for x in tensors)

@@ -23,7 +23,7 @@ SPILLED_BY_TRAINED_MAPS = 900
 # A decoding step of two warps was still the fastest.
 SPILLED_BY_DECODING = 160
 # Three programs at a time on a multiprocessor instead of two were worth it.
-SPILLED_WITH_FEWER_REGISTERS = 400
+SPILLED_WITH_FEWER_REGISTERS = 450
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +39,6 @@ def test_nothing_spills(usages):
     assert len(usages) == 89
     for usage in usages:
         allowed = SPILLED_BY_SCORES if usage["kernel"].startswith(("causal", "window")) else 64
-        if usage["limit"] is not None:
-            allowed = SPILLED_WITH_FEWER_REGISTERS
         if usage["kernel"].startswith("bidirectional") and usage["kernel"].endswith("_backward"):
             allowed = SPILLED_BY_WHOLE_MAPS
         if usage["dtype"] == "torch.bfloat16" and not usage["quadratic"]:
@@ -51,6 +49,8 @@ def test_nothing_spills(usages):
             allowed = SPILLED_BY_WIDE_HEADS
         if usage["kernel"].endswith("map_backward"):
             allowed = SPILLED_BY_TRAINED_MAPS * (usage["width"] // 64)
+        if usage["limit"] is not None:
+            allowed = SPILLED_WITH_FEWER_REGISTERS
         assert usage["stack"] <= allowed, usage
 
 

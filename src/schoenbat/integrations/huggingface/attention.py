@@ -124,7 +124,8 @@ def _linear(
         if attention.window is not None and is_causal and query.shape[-2] != key.shape[-2]:
             raise ValueError(
                 f"{query.shape[-2]} queries and {key.shape[-2]} keys came to an attention with a window: "
-                "with gradients on, a cache keeps keys instead of a state; decode under torch.no_grad()"
+                "a cache that was filled with gradients on, or by another attention, keeps keys instead of a "
+                "state; begin a new one under torch.no_grad()"
             )
         grouped = query.shape[1] != key.shape[1]
         return attention(query, key, value, key_mask=key_mask, is_causal=is_causal, enable_gqa=grouped)
@@ -191,17 +192,21 @@ def _softmax_of_its_own(
     is_causal: bool,
     **more: Any,
 ) -> Tensor:
-    """By the function that stands beside the module's class for what SDPA cannot do; its mask is added."""
-    beside = sys.modules[type(module).__module__]
-    if not hasattr(beside, "eager_attention_forward"):
-        _refuse(module, more)
+    """By the function that stands beside the module's class, or one it is made from; its mask is added."""
+    beside = [sys.modules[kind.__module__] for kind in type(module).__mro__]
+    found = [file.eager_attention_forward for file in beside if hasattr(file, "eager_attention_forward")]
+    if not found:
+        raise ValueError(
+            f"{type(module).__name__} keeps its softmax, and no eager_attention_forward stands beside it for "
+            'what SDPA cannot do; load this model with attn_implementation="eager"'
+        )
     if dense is None and is_causal:
         dense = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device)
         dense = dense.tril(key.shape[-2] - query.shape[-2])[None, None]
     if dense is not None and dense.dtype == torch.bool:
         lowest = torch.finfo(query.dtype).min
         dense = torch.zeros_like(dense, dtype=query.dtype).masked_fill(~dense, lowest)
-    return beside.eager_attention_forward(module, query, key, value, dense, **more)[0]
+    return found[0](module, query, key, value, dense, **more)[0]
 
 
 def _refuse(module: nn.Module, more: dict[str, Any]) -> None:

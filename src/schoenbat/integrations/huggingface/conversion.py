@@ -160,10 +160,22 @@ def _by_record(choose: Callable[..., str]) -> Callable[..., str]:
 
     @functools.wraps(choose)
     def wrapped(self: PreTrainedModel, named: str | None, *rest: Any, **more: Any) -> str:
-        recorded = getattr(self.config, NAME, None)
-        return choose(self, NAME if named is None and recorded else named, *rest, **more)
+        if (recorded := _recorded(self.config)) is not None and named in (None, NAME):
+            named = NAME
+            for part in (getattr(self.config, name, None) for name in self.config.sub_configs):
+                if isinstance(part, PreTrainedConfig) and _recorded(part) is None:
+                    setattr(part, NAME, recorded)
+        return choose(self, named, *rest, **more)
 
     return wrapped
+
+
+def _recorded(config: PreTrainedConfig) -> Mapping[str, Any] | None:
+    """The options that a config has for SchoenbAt."""
+    recorded = getattr(config, NAME, None)
+    if recorded is not None and not isinstance(recorded, Mapping):
+        raise TypeError(f"{NAME} must be options by name, or None, got {recorded!r}")
+    return recorded
 
 
 def _then_attach(post_init: Callable[[PreTrainedModel], None]) -> Callable[[PreTrainedModel], None]:
@@ -176,16 +188,18 @@ def _then_attach(post_init: Callable[[PreTrainedModel], None]) -> Callable[[PreT
         # A converted model may be loaded with its softmax,
         self._keys_to_ignore_on_load_unexpected = {*(self._keys_to_ignore_on_load_unexpected or ()), ours}
         if self.config._attn_implementation != NAME:
+            if _recorded(self.config) is not None:
+                setattr(self.config, NAME, None)  # else the next one to load it would have SchoenbAt again
             return
         # and one that was never converted with SchoenbAt, whose maps are then drawn.
         self._keys_to_ignore_on_load_missing = {*(self._keys_to_ignore_on_load_missing or ()), ours}
-        options = _checked({**DEFAULTS, **(getattr(self.config, NAME, None) or {})})
+        options = _checked({**DEFAULTS, **(_recorded(self.config) or {})})
         found = [item for item in layers.find(self) if _is_chosen(item.module)]
         left = {item.name: item.obstacle for item in found if item.obstacle is not None}
         new = [item for item in found if item.obstacle is None and not hasattr(item.module, NAME)]
         _attach_all(self, [item.module for item in new], options)
         if new:
-            setattr(self.config, NAME, options)  # saved with the model, as `convert` does
+            setattr(self.config, NAME, options)  # saved with the model
         if left and (new or len(left) == len(found)):
             _log.warning("%s", Conversion(tuple(item.name for item in new), left))
 
@@ -205,7 +219,7 @@ def _then_fill(initialize: Callable[..., None]) -> Callable[..., None]:
         initialize(self, module, *rest, **more)
         attention = getattr(module, NAME, None)
         if isinstance(attention, SchoenbAt):
-            _fill(module, attention, {**DEFAULTS, **(getattr(self.config, NAME, None) or {})})
+            _fill(module, attention, {**DEFAULTS, **(_recorded(self.config) or {})})
 
     return wrapped
 

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -212,13 +213,13 @@ def _match_model(
 
 def _embeddings(model: PreTrainedModel) -> set[nn.Parameter]:
     """Of words, patches and positions; those of images are not all in an `nn.Embedding`."""
-    try:
-        found = set(model.get_input_embeddings().parameters())
-    except NotImplementedError:  # as models of sound have none
-        found = set()
+    found = set()
     for module in model.modules():
         if isinstance(module, nn.Embedding) or "Embedding" in type(module).__name__:
             found |= set(module.parameters(recurse=False))
+        if isinstance(module, PreTrainedModel):
+            with suppress(NotImplementedError):  # models of sound have none
+                found |= set(module.get_input_embeddings().parameters())
     return found
 
 

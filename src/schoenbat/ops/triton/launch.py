@@ -350,7 +350,7 @@ def _summarize(
     batch, heads, n, _ = x.shape
     tiles, groups = tiles_of_sums(shape.tiles(plan), shape.block_d, shape.block_v), max(1, plan.num_groups)
     # Groups of several degrees take unequally long: of shorter programs none is left over at the end.
-    programs = batch * heads * groups // (1 if plan.quadratic else 4)
+    programs = batch * heads * groups // (4 if plan.is_uneven else 1)
     splits, tiles_each = split(_row_tiles(x, tiles), programs, tiles)
     shapes = summary_shapes(shape, plan)
     sums = [x.new_empty(batch * heads * splits, *s, dtype=torch.float32) for s in shapes]

@@ -72,7 +72,7 @@ class Axis(NamedTuple):
         chunk = max(1, triton.cdiv(plan.num_features * shape.block_v, rows))
         num_tiles = max(1, triton.cdiv(max(queries, keys), tiles.block))
         # Groups of several degrees take unequally long, as in `launch`; but segments have to be scanned.
-        programs = shape.batch * shape.heads * max(1, plan.num_groups) // (1 if plan.quadratic else 2)
+        programs = shape.batch * shape.heads * max(1, plan.num_groups) // (2 if plan.is_uneven else 1)
         segments, chunks_each = split(triton.cdiv(num_tiles, chunk), programs, tiles)
         return cls(queries, keys, tiles, chunk, num_tiles, segments, chunk * chunks_each)
 

@@ -97,16 +97,22 @@ def _to_trained(to_map: Sequence[Tensor]) -> tuple[list[Any], Tensor | None]:
     return ([*to_map[:4], None, None, None], to_map[4]) if to_map else ([], None)
 
 
+def or_zeros(grad: Tensor | None, query: Tensor, columns: int) -> Tensor:
+    """The gradient of an output, which nobody may have given."""
+    return query.new_zeros(*query.shape[:-1], columns) if grad is None else grad
+
+
 def _context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     query, key, value, mask, plan, trained, coefficients, query_scale, *ctx.small = inputs
     ctx.save_for_backward(query, key, value, mask, coefficients, query_scale, *output[1:], *plan, *trained)
     ctx.set_materialize_grads(False)  # only the output has a gradient: no zeros for sums
 
 
-def _gradient(ctx: Any, grad: list[Tensor]) -> tuple[Any, ...]:
+def _gradient(ctx: Any, grad: list[Tensor | None]) -> tuple[Any, ...]:
     query, key, value, mask, coefficients, query_scale, *rest = ctx.saved_tensors
+    to_output = or_zeros(grad[0], query, value.shape[-1])
     to_query, to_key, to_value, to_scale, *to_map = attend_backward(
-        *(grad[0], query, key, value, mask, rest[:4], rest[4:9], rest[9:], coefficients, query_scale),
+        *(to_output, query, key, value, mask, rest[:4], rest[4:9], rest[9:], coefficients, query_scale),
         *ctx.small,
     )
     to_trained, to_coefficients = _to_trained(to_map)
@@ -222,7 +228,6 @@ def _(
 def _read_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     query, _, count, plan, coefficients, query_scale, ctx.flags = inputs
     ctx.save_for_backward(query, count, coefficients, query_scale, *output[1:], *plan)
-    ctx.set_materialize_grads(False)
 
 
 def _read_gradient(ctx: Any, grad: list[Tensor]) -> tuple[Any, ...]:
@@ -319,11 +324,12 @@ def _causal_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> 
     ctx.outputs = len(output)
 
 
-def _causal_gradient(ctx: Any, grad: list[Tensor]) -> tuple[Any, ...]:
+def _causal_gradient(ctx: Any, grad: list[Tensor | None]) -> tuple[Any, ...]:
     query, key, value, mask, count, coefficients, query_scale, *rest = ctx.saved_tensors
     plan, outputs, trained = rest[:5], rest[5 : 5 + ctx.outputs], rest[5 + ctx.outputs :]
+    to_output = or_zeros(grad[0], query, value.shape[-1])
     to_query, to_key, to_value, to_scale, *more = attend_causal_backward(
-        *(grad[0], query, key, value, mask, count, outputs, plan, trained, coefficients, query_scale),
+        *(to_output, query, key, value, mask, count, outputs, plan, trained, coefficients, query_scale),
         *ctx.small,
     )
     to_state, to_map = ([], more) if count is None else (more, [])

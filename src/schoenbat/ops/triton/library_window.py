@@ -10,6 +10,7 @@ from schoenbat.ops.library import operator
 from schoenbat.ops.triton import launch_decode, launch_window
 from schoenbat.ops.triton.launch import Unit
 from schoenbat.ops.triton.launch_window import Call, Near
+from schoenbat.ops.triton.library import or_zeros
 from schoenbat.ops.triton.plan import Plan
 
 
@@ -84,11 +85,12 @@ def _context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     ctx.set_materialize_grads(False)  # only the output has a gradient: no zeros for sums
 
 
-def _gradient(ctx: Any, grad: list[Tensor]) -> tuple[Any, ...]:
+def _gradient(ctx: Any, grad: list[Tensor | None]) -> tuple[Any, ...]:
     query, key, value, mask, coefficients, query_scale, log_weight, *rest = ctx.saved_tensors
     far, plan, saved = rest[: ctx.num_far], rest[ctx.num_far : ctx.num_far + 5], rest[ctx.num_far + 5 :]
+    to_output = or_zeros(grad[0], query, value.shape[-1])
     to_query, to_key, to_value, to_scale, to_weight, *to_far = attend_backward(
-        *(grad[0], query, key, value, far, mask, saved, plan, coefficients, query_scale, log_weight),
+        *(to_output, query, key, value, far, mask, saved, plan, coefficients, query_scale, log_weight),
         *ctx.small,
     )
     to_rows = to_query, to_key, to_value, to_far, None, [None] * 5, None

@@ -84,6 +84,11 @@ class Plan(NamedTuple):
         return self.identity and self.quadratic > 0 and self.num_groups == 1
 
     @property
+    def is_uneven(self) -> bool:
+        """Groups of several degrees: one has more levels than another."""
+        return not self.quadratic and self.num_groups > 1
+
+    @property
     def num_features(self) -> int:
         """Rows of the sums, padding included."""
         return self.identity * self.tiles.shape[-2] + self.degrees.shape[0]
