@@ -1,6 +1,7 @@
 """What holds for every test: a known global generator, and one thread."""
 
 import os
+import signal
 
 import pytest
 import torch
@@ -8,6 +9,9 @@ import torch
 # Without a GPU the fused kernels run in Triton's interpreter.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# A shell that starts us in the background has us ignore Ctrl-C, and with us whatever a test starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # Small tensors in several worker processes: more threads would only wait for each other.
 torch.set_num_threads(1)
 

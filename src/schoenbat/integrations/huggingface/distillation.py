@@ -218,7 +218,7 @@ def _embeddings(model: PreTrainedModel) -> set[nn.Parameter]:
         if isinstance(module, nn.Embedding) or "Embedding" in type(module).__name__:
             found |= set(module.parameters(recurse=False))
         if isinstance(module, PreTrainedModel):
-            with suppress(NotImplementedError):  # models of sound have none
+            with suppress(NotImplementedError, AttributeError):  # models of sound have none
                 found |= set(module.get_input_embeddings().parameters())
     return found
 
