@@ -13,7 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from schoenbat.functional import RMFAState
 from schoenbat.integrations.huggingface.cache import RMFALayer, leave_cache
-from schoenbat.integrations.huggingface.masks import dense_mask, read_mask, says_causal
+from schoenbat.integrations.huggingface.masks import additive_mask, dense_mask, read_mask, says_causal
 from schoenbat.integrations.huggingface.name import NAME
 from schoenbat.modules import SchoenbAt
 
@@ -200,13 +200,8 @@ def _softmax_of_its_own(
             f"{type(module).__name__} keeps its softmax, and no eager_attention_forward stands beside it for "
             'what SDPA cannot do; load this model with attn_implementation="eager"'
         )
-    if dense is None and is_causal:
-        dense = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device)
-        dense = dense.tril(key.shape[-2] - query.shape[-2])[None, None]
-    if dense is not None and dense.dtype == torch.bool:
-        lowest = torch.finfo(query.dtype).min
-        dense = torch.zeros_like(dense, dtype=query.dtype).masked_fill(~dense, lowest)
-    return found[0](module, query, key, value, dense, **more)[0]
+    added = additive_mask(dense, is_causal, query, key.shape[-2])
+    return found[0](module, query, key, value, added, **more)[0]
 
 
 def _refuse(module: nn.Module, more: dict[str, Any]) -> None:

@@ -82,9 +82,23 @@ def dense_mask(
         return mask
     if mask is None and (not is_causal or queries in (1, keys)):
         return None
-    last_key = torch.arange(queries, device=device)[:, None] + keys - queries
-    causal = (torch.arange(keys, device=device) <= last_key)[None, None]
+    causal = _causal(queries, keys, device)
     return causal if mask is None else causal & mask[:, None, None, mask.shape[1] - keys :]
+
+
+def additive_mask(dense: Tensor | None, is_causal: bool, query: Tensor, keys: int) -> Tensor | None:
+    """What `dense_mask` gave as transformers' eager attentions take it: added, and causal by itself."""
+    if dense is None and is_causal:
+        dense = _causal(query.shape[-2], keys, query.device)
+    if dense is None or dense.dtype != torch.bool:
+        return dense
+    lowest = torch.finfo(query.dtype).min
+    return torch.zeros_like(dense, dtype=query.dtype).masked_fill(~dense, lowest)
+
+
+def _causal(queries: int, keys: int, device: torch.device) -> Tensor:
+    last_key = torch.arange(queries, device=device)[:, None] + keys - queries
+    return (torch.arange(keys, device=device) <= last_key)[None, None]
 
 
 def says_causal(module: nn.Module, is_causal: bool | None) -> bool:
