@@ -136,6 +136,7 @@ def constants_for(width, quadratic, tiles, parts):
         "SPAN": 64,
         "IS_CAUSAL": False,
         "SEPARATE": False,
+        "OVERLAPS": True,
         "DIM": width,
         "DV": width,
         "BLOCK_D": width,
@@ -163,7 +164,9 @@ def attention_cases():
             continue
         tiles = causal_tiles_for(dtype, width, width, quadratic)
         yield causal_sums, "accumulate", dtype, width, quadratic, tiles
-        yield causal, "read", dtype, width, quadratic, tiles_of_read(tiles)
+        yield causal, "read", dtype, width, quadratic, tiles_of_read(tiles, several=False)
+        if quadratic and width == 64:
+            yield causal, "read", dtype, width, quadratic, tiles_of_read(tiles, several=True)
         yield causal, "query_backward", dtype, width, quadratic, tiles
         yield causal_keys, "key_backward", dtype, width, quadratic, tiles_of_keys(tiles)
         if width in (32, 256):
@@ -220,6 +223,9 @@ def main():
         constants |= {"DV": min(width, 128), "BLOCK_V": min(width, 128)}
         if constants["SINGLE"] and form.startswith("bidirectional"):
             constants |= {"QUADRATIC": 16}  # pairs of a projection that is so wide
+        if form == "causal":
+            constants |= {"SINGLE": quadratic and width == 64 and tiles.registers is None}
+        case |= {"single": constants["SINGLE"]}
         found.append(case | usage(getattr(module, name), constants, dtype, tiles))
     for kernel, dtype, width, quadratic, tiles, own in decoding_cases():
         name, constants = (

@@ -43,6 +43,16 @@ def test_matches_the_specification(few_programs, construction, dtype, length):
     assert_close_to_specification(features, tensors, torch.tensor([1.3]), is_causal=True)
 
 
+@pytest.mark.parametrize("queries", [200, 130])
+def test_a_program_gives_several_tiles_of_outputs(few_programs, queries):
+    """Of a map with one group of pairs, of heads neither narrow nor wide; rows normalised on the way."""
+    features = make_map("exact-low", 40, 80, dtype=torch.float32, device=DEVICE)
+    tensors = draw(queries, 200, dim=40, dtype=torch.float16)
+    mask = (torch.rand(1, 200, generator=torch.Generator().manual_seed(0)) > 0.3).to(DEVICE)
+    options = {"key_mask": mask, "is_causal": True, "unit_rows": UnitRows(False, 1e-3)}
+    assert_close_to_specification(features, tensors, torch.tensor([1.3]), **options)
+
+
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (17, 63), (63, 17)])
 def test_the_last_query_is_beside_the_last_key(queries, keys):
     features = make_map("exact-low", 16, 40, dtype=torch.float32, device=DEVICE)

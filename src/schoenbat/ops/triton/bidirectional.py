@@ -17,6 +17,7 @@ from schoenbat.ops.triton.features import (
     monomials,
     monomials_backward,
     pair_directions,
+    pairs,
     pairs_backward,
     projected,
     projected_backward,
@@ -28,6 +29,7 @@ from schoenbat.ops.triton.rows import (
     store_tile,
     unit_backward,
     visible,
+    wait_for_the_one_before,
 )
 
 
@@ -77,8 +79,7 @@ def _read_whole(
 ):
     """What `_read_rows` gives."""
     b_y = projected(b_x, b_first, QUADRATIC, PRECISION)
-    b_phi = tl.dot(b_y, b_left, input_precision=PRECISION) * tl.dot(b_y, b_right, input_precision=PRECISION)
-    b_phi = b_phi * (b_root * (scale * scale))[None, :]
+    b_phi = pairs(b_y, b_left, b_right, b_root, scale, PRECISION)
     b_total = tl.sum(b_x.to(tl.float32) * b_z1[None, :], axis=1) * scale + tl.sum(
         b_phi * b_z2[None, :], axis=1
     )
@@ -152,9 +153,10 @@ def read(
     p_tiles, p_root, p_linear, p_degrees, p_first, NUM_TILES, num_groups,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, MAPS: tl.constexpr, IDENTITY: tl.constexpr,
     QUADRATIC: tl.constexpr, UNIT: tl.constexpr, SINGLE: tl.constexpr, DIM: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    BLOCK: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr, OVERLAPS: tl.constexpr = False,
 ):  # fmt: skip
     """Some tiles of outputs: ``v̄ + numerator / max(total, floor)``."""
+    wait_for_the_one_before(OVERLAPS)
     i_split, i_bh = tl.program_id(0) % SPLITS, tl.program_id(0) // SPLITS
     i_b, i_h = i_bh // HEADS, i_bh % HEADS
     i_map = 0 if MAPS == 1 else i_h // GROUPS

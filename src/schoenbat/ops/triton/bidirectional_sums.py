@@ -12,10 +12,12 @@ import triton
 import triton.language as tl
 
 from schoenbat.ops.triton.features import evaluate, pair_directions, projected
-from schoenbat.ops.triton.rows import NARROW, load_tile, load_unit_tile, visible
+from schoenbat.ops.triton.rows import NARROW, load_tile, load_unit_tile, visible, wait_for_the_one_before
 
 # What depends on the length of a sequence: no kernel is compiled again for another length.
 LENGTHS = ("N", "TILES", "SPLITS", "NUM_PARTS")
+# Parts that are loaded before the first of them is needed.
+AT_ONCE = tl.constexpr(4)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -129,11 +131,13 @@ def finish(
     p_partial_sums, p_partial_totals, p_partial_x, p_partial_rows, p_count, p_sums, p_totals, p_key_mean,
     p_value_mean, N, SPLITS, num_features,
     HEADS: tl.constexpr, HAS_MASK: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    OVERLAPS: tl.constexpr = False,
 ):  # fmt: skip
     """Add up the parts of `summarize` for keys: means, and sums as if every value had been centred.
 
     Sums and totals are divided by the count, so that they stay in the range of float16 for any length.
     """
+    wait_for_the_one_before(OVERLAPS)
     i_rows, i_bh = tl.program_id(1), tl.program_id(0)
     o_d, o_v, o_f = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V), i_rows * ROWS + tl.arange(0, ROWS)
     b_value = tl.zeros([BLOCK_V], tl.float32)
@@ -141,7 +145,7 @@ def finish(
     b_sums = tl.zeros([ROWS, BLOCK_V], tl.float32)
     b_totals = tl.zeros([ROWS], tl.float32)
     m_f = o_f < num_features
-    for i_split in range(SPLITS):
+    for i_split in tl.range(SPLITS, loop_unroll_factor=AT_ONCE):
         i_part = (i_bh * SPLITS + i_split).to(tl.int64)
         b_value += tl.load(p_partial_rows + i_part * BLOCK_V + o_v)
         b_key += tl.load(p_partial_x + i_part * BLOCK_D + o_d)
@@ -177,7 +181,7 @@ def finish_backward(
     divisor = _divisor(p_count, i_bh // HEADS, N, HAS_MASK)
     b_value = tl.zeros([COLUMNS], tl.float32)
     b_key = tl.zeros([BLOCK_D], tl.float32)
-    for i in range(NUM_PARTS):
+    for i in tl.range(NUM_PARTS, loop_unroll_factor=AT_ONCE):
         i_part = (i_bh * NUM_PARTS + i).to(tl.int64)
         b_value += tl.load(p_partial_rows + i_part * BLOCK_V + o_v)
         b_key += tl.load(p_partial_x + i_part * BLOCK_D + o_d)
@@ -186,7 +190,7 @@ def finish_backward(
         m_f = o_f < num_features
         b_sums = tl.zeros([ROWS, COLUMNS], tl.float32)
         b_dtotals = tl.zeros([ROWS], tl.float32)
-        for i in range(NUM_PARTS):
+        for i in tl.range(NUM_PARTS, loop_unroll_factor=AT_ONCE):
             i_part = (i_bh * NUM_PARTS + i).to(tl.int64)
             o_part = (i_part * num_features + o_f) * BLOCK_V
             b_sums += tl.load(p_partial_sums + o_part[:, None] + o_v[None, :], mask=m_f[:, None], other=0.0)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from schoenbat.ops.triton.causal_sums import LENGTHS, earlier_keys, normaliser, seen, shares, state, vector
-from schoenbat.ops.triton.features import evaluate, evaluate_backward, linear_scores
+from schoenbat.ops.triton.features import directions, evaluate, evaluate_backward, linear_scores, pairs
 from schoenbat.ops.triton.rows import (
     LOWEST_EXPONENT,
     load_tile,
@@ -39,37 +39,50 @@ def _scores(
     return b_scores
 
 
+@triton.jit
+def _read_group(
+    b_scores, b_numerator, b_total, b_phi_q, b_phi_k, p_near, p_near_totals, p_far, p_far_totals, near, far, o_first,
+    BARRIER: tl.constexpr, BLOCK_V: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What a group of features adds to the scores of two tiles, and to what is read from the sums."""
+    dtype = b_phi_k.dtype
+    b_total += tl.sum(b_phi_q * vector(p_near_totals, p_far_totals, o_first, GROUP)[None, :], axis=1)
+    b_phi_q = b_phi_q.to(dtype)
+    b_scores += tl.dot(b_phi_q, tl.trans(b_phi_k), input_precision=PRECISION)
+    if BARRIER:
+        tl.debug_barrier()
+    b_s = state(p_near, p_far, near, far, o_first, GROUP, BLOCK_V)
+    b_numerator += tl.dot(b_phi_q, b_s.to(dtype), input_precision=PRECISION)
+    return b_scores, b_numerator, b_total
+
+
 @triton.jit(do_not_specialize=LENGTHS)
 def read(
     p_query, p_key, p_value, p_mask, p_count, p_scale, p_coefficients, p_out, p_inverse, p_constant, p_slope,
     p_near, p_near_totals, p_near_x, p_near_rows, p_far, p_far_totals, p_far_x, p_far_rows, p_earlier,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-    N_QUERY, N_KEY, FIRST_QUERY, FIRST_KEY, FIRST_TILE, TILES, SEGMENTS, NUM_ROW_TILES, KEY_SCALE, EPS,
+    N_QUERY, N_KEY, FIRST_QUERY, FIRST_KEY, FIRST_TILE, TILES, SEGMENTS, NUM_ROW_TILES, EACH, KEY_SCALE, EPS,
     p_tiles, p_root, p_linear, p_degrees, p_first, NUM_TILES, num_groups,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, MAPS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_STATE: tl.constexpr, IDENTITY: tl.constexpr,
-    QUADRATIC: tl.constexpr, UNIT: tl.constexpr, CHUNK: tl.constexpr, DIM: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
+    QUADRATIC: tl.constexpr, UNIT: tl.constexpr, SINGLE: tl.constexpr, CHUNK: tl.constexpr, DIM: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile of outputs; by row also 1/f, e, and the derivative of f with respect to the mean logit."""
-    num_here = NUM_ROW_TILES - FIRST_TILE
-    i_tile, i_bh = FIRST_TILE + tl.program_id(0) % num_here, tl.program_id(0) // num_here
+    """Some tiles of outputs; by row also 1/f, e, and the derivative of f with respect to the mean logit.
+
+    Several to a program where a map is SINGLE, identity features and one group of pairs: its directions are loaded once.
+    """
+    programs = tl.cdiv(NUM_ROW_TILES - FIRST_TILE, EACH)
+    i_first, i_bh = FIRST_TILE + tl.program_id(0) % programs * EACH, tl.program_id(0) // programs
     i_b, i_h = i_bh // HEADS, i_bh % HEADS
     i_map = 0 if MAPS == 1 else i_h // GROUPS
     i_state = i_bh // GROUPS
     first: tl.constexpr = IDENTITY * BLOCK_D
     num_features = first + num_groups * GROUP
-    o_d, o_n = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK)
+    o_n = tl.arange(0, BLOCK)
     p_query += i_b.to(tl.int64) * stride_qb + i_h.to(tl.int64) * stride_qh
     p_key += i_b.to(tl.int64) * stride_kb + (i_h // GROUPS).to(tl.int64) * stride_kh
     p_value += i_b.to(tl.int64) * stride_vb + (i_h // GROUPS).to(tl.int64) * stride_vh
     p_mask += i_b.to(tl.int64) * N_KEY
-    i_near = (i_state * tl.cdiv(NUM_ROW_TILES, CHUNK) + i_tile // CHUNK).to(tl.int64)
-    i_far = (i_state * SEGMENTS + i_tile // TILES).to(tl.int64)
-    i_row = (i_state * NUM_ROW_TILES + i_tile).to(tl.int64)
-    p_near += i_near * num_features * BLOCK_V
-    p_near_totals += i_near * num_features
-    p_far += i_far * num_features * BLOCK_V
-    p_far_totals += i_far * num_features
     p_tiles += i_map * NUM_TILES * BLOCK_D * GROUP
     p_root += i_map * num_groups * GROUP
     p_linear += i_map * BLOCK_D
@@ -77,91 +90,111 @@ def read(
     constant, zeroth = tl.load(p_coefficients + 3 * i_map), tl.load(p_coefficients + 3 * i_map + 1)
     slope = tl.load(p_coefficients + 3 * i_map + 2)
     earlier = earlier_keys(p_earlier, i_b, HAS_STATE)
-    near, far, both = shares(i_tile, FIRST_KEY, earlier, TILES, NUM_ROW_TILES, False, CHUNK, BLOCK)
-
-    q_start, k_start = i_tile * BLOCK - FIRST_QUERY, i_tile * BLOCK - FIRST_KEY
-    m_q = visible(p_mask, q_start, N_QUERY, BLOCK, False)
-    m_k = visible(p_mask, k_start, N_KEY, BLOCK, HAS_MASK)
     m_causal = o_n[:, None] >= o_n[None, :]
-    b_q, _ = load_unit_tile(p_query, q_start, stride_qn, m_q, EPS, UNIT, DIM, BLOCK, BLOCK_D)
-    dtype = b_q.dtype
-
-    # The mean logit, which makes the floor.
-    b_k, _ = load_unit_tile(p_key, k_start, stride_kn, m_k, EPS, UNIT, DIM, BLOCK, BLOCK_D)
-    b_logits = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-    b_logit = tl.sum(tl.where(m_causal, b_logits, 0.0), axis=1) * KEY_SCALE
-    b_keys = vector(p_near_x + i_row * BLOCK_D, p_far_x + i_far * BLOCK_D, 0, BLOCK_D)
-    b_logit = (b_logit + tl.sum(b_q.to(tl.float32) * b_keys[None, :], axis=1)) * scale
-
-    # Scores inside the tile, and what is read from the sums. Without barriers the compiler would keep the factors of
-    # queries and keys at once, which do not fit the registers.
-    b_scores = tl.zeros([BLOCK, BLOCK], tl.float32)
-    b_numerator = tl.zeros([BLOCK, BLOCK_V], tl.float32)
-    b_total = tl.zeros([BLOCK], tl.float32)
+    dtype = p_query.dtype.element_ty
+    linear = 0.0
     if IDENTITY:
-        b_scores += linear_scores(b_q, b_k, p_linear, scale * KEY_SCALE, BLOCK_D, PRECISION)
-        b_root = tl.load(p_linear + o_d) * scale
-        b_s1 = state(p_near, p_far, near, far, 0, BLOCK_D, BLOCK_V) * b_root[:, None]
-        b_numerator += tl.dot(b_q, b_s1.to(dtype), input_precision=PRECISION)
-        b_z1 = vector(p_near_totals, p_far_totals, 0, BLOCK_D)
-        b_total += tl.sum(b_q.to(tl.float32) * (b_z1 * b_root)[None, :], axis=1)
-    for i_group in range(num_groups):
-        b_phi_k = evaluate(
-            b_k, KEY_SCALE, i_group, p_tiles, p_root, p_degrees, p_first, QUADRATIC, BLOCK, BLOCK_D, GROUP, PRECISION
-        ).to(dtype)  # fmt: skip
-        if QUADRATIC:
-            tl.debug_barrier()
-        b_phi_q = evaluate(
-            b_q, scale, i_group, p_tiles, p_root, p_degrees, p_first, QUADRATIC, BLOCK, BLOCK_D, GROUP, PRECISION
-        )  # fmt: skip
-        b_z = vector(p_near_totals, p_far_totals, first + i_group * GROUP, GROUP)
-        b_total += tl.sum(b_phi_q * b_z[None, :], axis=1)
-        b_phi_q = b_phi_q.to(dtype)
-        b_scores += tl.dot(b_phi_q, tl.trans(b_phi_k), input_precision=PRECISION)
-        if QUADRATIC:
-            tl.debug_barrier()
-        b_s = state(p_near, p_far, near, far, first + i_group * GROUP, GROUP, BLOCK_V)
-        b_numerator += tl.dot(b_phi_q, b_s.to(dtype), input_precision=PRECISION)
-    b_numerator *= both
+        linear = tl.load(p_linear)  # identity features have one weight
+    if SINGLE:
+        b_left, b_right = directions(p_tiles, 0, BLOCK_D, GROUP), directions(p_tiles, 1, BLOCK_D, GROUP)
+        b_weight = tl.load(p_root + tl.arange(0, GROUP))
+    last = i_first + 1
+    if SINGLE:  # only then is there something that tiles share
+        last = tl.minimum(i_first + EACH, NUM_ROW_TILES)
+    for i_tile in range(i_first, last):
+        i_near = (i_state * tl.cdiv(NUM_ROW_TILES, CHUNK) + i_tile // CHUNK).to(tl.int64)
+        i_far = (i_state * SEGMENTS + i_tile // TILES).to(tl.int64)
+        i_row = (i_state * NUM_ROW_TILES + i_tile).to(tl.int64)
+        p_near_sums = p_near + i_near * num_features * BLOCK_V
+        p_near_total = p_near_totals + i_near * num_features
+        p_far_sums = p_far + i_far * num_features * BLOCK_V
+        p_far_total = p_far_totals + i_far * num_features
+        near, far, both = shares(i_tile, FIRST_KEY, earlier, TILES, NUM_ROW_TILES, False, CHUNK, BLOCK)
 
-    # Scores with the tiles before it in the chunk.
-    if CHUNK > 1:
-        for i_other in range(i_tile // CHUNK * CHUNK, i_tile):
-            start = i_other * BLOCK - FIRST_KEY
-            m_other = visible(p_mask, start, N_KEY, BLOCK, HAS_MASK)
-            b_other, _ = load_unit_tile(p_key, start, stride_kn, m_other, EPS, UNIT, DIM, BLOCK, BLOCK_D)
-            b_more = _scores(
-                b_q, b_other, scale, KEY_SCALE, p_tiles, p_root, p_linear, p_degrees, p_first, num_groups, IDENTITY,
-                QUADRATIC, BLOCK_D, BLOCK, GROUP, PRECISION,
+        q_start, k_start = i_tile * BLOCK - FIRST_QUERY, i_tile * BLOCK - FIRST_KEY
+        m_q = visible(p_mask, q_start, N_QUERY, BLOCK, False)
+        m_k = visible(p_mask, k_start, N_KEY, BLOCK, HAS_MASK)
+        b_q, _ = load_unit_tile(p_query, q_start, stride_qn, m_q, EPS, UNIT, DIM, BLOCK, BLOCK_D)
+
+        # The mean logit, which makes the floor.
+        b_k, _ = load_unit_tile(p_key, k_start, stride_kn, m_k, EPS, UNIT, DIM, BLOCK, BLOCK_D)
+        b_logits = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+        b_logit = tl.sum(tl.where(m_causal, b_logits, 0.0), axis=1) * KEY_SCALE
+        b_keys = vector(p_near_x + i_row * BLOCK_D, p_far_x + i_far * BLOCK_D, 0, BLOCK_D)
+        b_logit = (b_logit + tl.sum(b_q.to(tl.float32) * b_keys[None, :], axis=1)) * scale
+
+        # Scores inside the tile, and what is read from the sums. Without barriers the compiler would keep the factors of
+        # queries and keys at once, which do not fit the registers; with them it would not load a tile ahead.
+        b_scores = tl.zeros([BLOCK, BLOCK], tl.float32)
+        b_numerator = tl.zeros([BLOCK, BLOCK_V], tl.float32)
+        b_total = tl.zeros([BLOCK], tl.float32)
+        if IDENTITY:
+            b_scores += b_logits * (linear * linear * scale * KEY_SCALE)
+            b_s1 = state(p_near_sums, p_far_sums, near, far, 0, BLOCK_D, BLOCK_V) * (linear * scale)
+            b_numerator += tl.dot(b_q, b_s1.to(dtype), input_precision=PRECISION)
+            b_z1 = vector(p_near_total, p_far_total, 0, BLOCK_D) * (linear * scale)
+            b_total += tl.sum(b_q.to(tl.float32) * b_z1[None, :], axis=1)
+        if SINGLE:
+            b_phi_k = pairs(b_k, b_left, b_right, b_weight, KEY_SCALE, PRECISION).to(dtype)
+            b_phi_q = pairs(b_q, b_left, b_right, b_weight, scale, PRECISION)
+            b_scores, b_numerator, b_total = _read_group(
+                b_scores, b_numerator, b_total, b_phi_q, b_phi_k, p_near_sums, p_near_total, p_far_sums, p_far_total, near, far,
+                first, False, BLOCK_V, GROUP, PRECISION,
             )  # fmt: skip
-            b_total += tl.sum(b_more, axis=1)
-            b_v = load_tile(p_value, start, stride_vn, m_other, DV, BLOCK, BLOCK_V)
-            b_numerator += tl.dot(b_more.to(dtype), b_v, input_precision=PRECISION)
+        else:
+            for i_group in range(num_groups):
+                b_phi_k = evaluate(
+                    b_k, KEY_SCALE, i_group, p_tiles, p_root, p_degrees, p_first, QUADRATIC, BLOCK, BLOCK_D, GROUP, PRECISION
+                ).to(dtype)  # fmt: skip
+                if QUADRATIC:
+                    tl.debug_barrier()
+                b_phi_q = evaluate(
+                    b_q, scale, i_group, p_tiles, p_root, p_degrees, p_first, QUADRATIC, BLOCK, BLOCK_D, GROUP, PRECISION
+                )  # fmt: skip
+                b_scores, b_numerator, b_total = _read_group(
+                    b_scores, b_numerator, b_total, b_phi_q, b_phi_k, p_near_sums, p_near_total, p_far_sums, p_far_total, near,
+                    far, first + i_group * GROUP, QUADRATIC, BLOCK_V, GROUP, PRECISION,
+                )  # fmt: skip
+        b_numerator *= both
 
-    b_count = seen(p_count, i_b, i_tile, FIRST_KEY + N_KEY, FIRST_KEY, earlier, HAS_MASK, BLOCK)
-    divisor = tl.maximum(b_count, 1.0)
-    b_scores = tl.where(m_causal, b_scores, 0.0)
-    b_total += tl.sum(b_scores, axis=1)
-    b_exponent = slope * b_logit / divisor
-    b_floor = b_count * zeroth * tl.exp(tl.minimum(tl.maximum(b_exponent, LOWEST_EXPONENT), 0.0))
-    m_some = b_count > 0.0
-    m_below = b_total + constant * b_count < b_floor
-    b_floored = tl.where(m_some, tl.where(m_below, b_floor, b_total + constant * b_count), 1.0)
-    b_e = tl.where(m_some, tl.where(m_below, (b_floor - b_total) / divisor, constant), 0.0)
-    m_falling = m_below & (b_exponent < 0.0) & (b_exponent > LOWEST_EXPONENT)
-    b_slope = tl.where(m_falling, b_floor * slope, 0.0)
+        # Scores with the tiles before it in the chunk.
+        if CHUNK > 1:
+            for i_other in range(i_tile // CHUNK * CHUNK, i_tile):
+                start = i_other * BLOCK - FIRST_KEY
+                m_other = visible(p_mask, start, N_KEY, BLOCK, HAS_MASK)
+                b_other, _ = load_unit_tile(p_key, start, stride_kn, m_other, EPS, UNIT, DIM, BLOCK, BLOCK_D)
+                b_more = _scores(
+                    b_q, b_other, scale, KEY_SCALE, p_tiles, p_root, p_linear, p_degrees, p_first, num_groups, IDENTITY,
+                    QUADRATIC, BLOCK_D, BLOCK, GROUP, PRECISION,
+                )  # fmt: skip
+                b_total += tl.sum(b_more, axis=1)
+                b_v = load_tile(p_value, start, stride_vn, m_other, DV, BLOCK, BLOCK_V)
+                b_numerator += tl.dot(b_more.to(dtype), b_v, input_precision=PRECISION)
 
-    b_scores = tl.where(m_causal, b_scores + b_e[:, None], 0.0)
-    b_v = load_tile(p_value, k_start, stride_vn, m_k, DV, BLOCK, BLOCK_V)
-    b_numerator += tl.dot(b_scores.to(dtype), b_v, input_precision=PRECISION)
-    b_values = vector(p_near_rows + i_row * BLOCK_V, p_far_rows + i_far * BLOCK_V, 0, BLOCK_V)
-    b_numerator += b_e[:, None] * b_values[None, :]
-    b_inverse = 1.0 / b_floored
-    i_out = tl.full([], i_bh, tl.int64) * N_QUERY
-    store_tile(p_out + i_out * DV, q_start, b_numerator * b_inverse[:, None], m_q, DV, BLOCK, BLOCK_V)
-    tl.store(p_inverse + i_out + q_start + o_n, b_inverse, mask=m_q)
-    tl.store(p_constant + i_out + q_start + o_n, b_e, mask=m_q)
-    tl.store(p_slope + i_out + q_start + o_n, b_slope, mask=m_q)
+        b_count = seen(p_count, i_b, i_tile, FIRST_KEY + N_KEY, FIRST_KEY, earlier, HAS_MASK, BLOCK)
+        divisor = tl.maximum(b_count, 1.0)
+        b_scores = tl.where(m_causal, b_scores, 0.0)
+        b_total += tl.sum(b_scores, axis=1)
+        b_exponent = slope * b_logit / divisor
+        b_floor = b_count * zeroth * tl.exp(tl.minimum(tl.maximum(b_exponent, LOWEST_EXPONENT), 0.0))
+        m_some = b_count > 0.0
+        m_below = b_total + constant * b_count < b_floor
+        b_floored = tl.where(m_some, tl.where(m_below, b_floor, b_total + constant * b_count), 1.0)
+        b_e = tl.where(m_some, tl.where(m_below, (b_floor - b_total) / divisor, constant), 0.0)
+        m_falling = m_below & (b_exponent < 0.0) & (b_exponent > LOWEST_EXPONENT)
+        b_slope = tl.where(m_falling, b_floor * slope, 0.0)
+
+        b_scores = tl.where(m_causal, b_scores + b_e[:, None], 0.0)
+        b_v = load_tile(p_value, k_start, stride_vn, m_k, DV, BLOCK, BLOCK_V)
+        b_numerator += tl.dot(b_scores.to(dtype), b_v, input_precision=PRECISION)
+        b_values = vector(p_near_rows + i_row * BLOCK_V, p_far_rows + i_far * BLOCK_V, 0, BLOCK_V)
+        b_numerator += b_e[:, None] * b_values[None, :]
+        b_inverse = 1.0 / b_floored
+        i_out = tl.full([], i_bh, tl.int64) * N_QUERY
+        store_tile(p_out + i_out * DV, q_start, b_numerator * b_inverse[:, None], m_q, DV, BLOCK, BLOCK_V)
+        tl.store(p_inverse + i_out + q_start + o_n, b_inverse, mask=m_q)
+        tl.store(p_constant + i_out + q_start + o_n, b_e, mask=m_q)
+        tl.store(p_slope + i_out + q_start + o_n, b_slope, mask=m_q)
 
 
 @triton.jit

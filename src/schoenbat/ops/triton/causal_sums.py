@@ -30,7 +30,7 @@ from schoenbat.ops.triton.rows import NARROW, load_tile, load_unit_tile, visible
 
 # What depends on the length of a sequence: no kernel is compiled again for another length.
 LENGTHS = (
-    "N", "N_QUERY", "N_KEY", "FIRST", "FIRST_QUERY", "FIRST_KEY", "FIRST_TILE", "TILES", "SPLITS", "SEGMENTS", "NUM_ROW_TILES",
+    "N", "N_QUERY", "N_KEY", "FIRST", "FIRST_QUERY", "FIRST_KEY", "FIRST_TILE", "TILES", "SPLITS", "SEGMENTS", "NUM_ROW_TILES", "EACH",
 )  # fmt: skip
 
 

@@ -127,6 +127,15 @@ def monomials_backward(
 
 
 @triton.jit
+def pairs(b_x, b_left, b_right, b_root, scale, PRECISION: tl.constexpr):
+    """The features ``√w (scale x·left)(scale x·right)`` in float32; x may be what rows were projected on."""
+    b_product = tl.dot(b_x, b_left, input_precision=PRECISION) * tl.dot(
+        b_x, b_right, input_precision=PRECISION
+    )
+    return b_product * (b_root * (scale * scale))[None, :]
+
+
+@triton.jit
 def pairs_backward(b_grad, b_x, b_left, b_right, PRECISION: tl.constexpr):
     """The gradient of rows from that of ``(x·left)(x·right)``; x may be what they were projected on."""
     b_dx = _spread(b_grad * tl.dot(b_x, b_right, input_precision=PRECISION), b_left, PRECISION)

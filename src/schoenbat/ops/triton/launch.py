@@ -177,7 +177,7 @@ def finish(
     """
     heads = shape.batch * shape.heads
     summary = _empty_summary(heads, shape, plan, like, shape.dtype)
-    rows = sum_rows(plan)
+    rows = sum_rows(plan, heads)
     bidirectional_sums.finish[(heads, max(1, triton.cdiv(plan.num_features, rows)))](
         *(*parts, like if count is None else count, *summary),
         *(keys, parts[0].shape[0] // heads, plan.num_features),
@@ -186,6 +186,7 @@ def finish(
         ROWS=rows,
         BLOCK_D=shape.block_d,
         BLOCK_V=shape.block_v,
+        **overlapping(like),
     )
     return summary
 
@@ -212,6 +213,7 @@ def read(
             UNIT=unit.code,
             SINGLE=plan.is_single,
             **shape.constants(plan, tiles),
+            **overlapping(q),
         )
     return out.view(*query.shape[:-1], shape.value_dim)
 
@@ -275,7 +277,7 @@ def finish_backward(
         *(keys, parts[0].shape[0] // heads, plan.num_features),
         HEADS=shape.heads,
         HAS_MASK=count is not None,
-        ROWS=sum_rows(plan),
+        ROWS=_most_rows(plan),
         COLUMNS=16,
         BLOCK_D=shape.block_d,
         BLOCK_V=shape.block_v,
@@ -324,9 +326,22 @@ def _empty_summary(heads: int, shape: Shape, plan: Plan, like: Tensor, dtype: to
     ]
 
 
-def sum_rows(plan: Plan) -> int:
-    """How many rows of the sums a program adds up."""
+def sum_rows(plan: Plan, heads: int) -> int:
+    """How many rows of the sums a program adds up: fewer where that gives more multiprocessors work."""
+    rows = _most_rows(plan)
+    while rows > 16 and heads * triton.cdiv(plan.num_features, rows) < _PROGRAMS:
+        rows //= 2
+    return rows
+
+
+def _most_rows(plan: Plan) -> int:
     return min(_SUM_ROWS, triton.next_power_of_2(max(16, plan.num_features)))
+
+
+def overlapping(like: Tensor) -> dict[str, bool]:
+    """For kernels that wait themselves for the one before: from Hopper on they start before it has ended."""
+    is_new = like.is_cuda and torch.version.cuda and torch.cuda.get_device_capability(like.device)[0] >= 9
+    return {"OVERLAPS": True, "launch_pdl": True} if is_new else {}
 
 
 def summary_shapes(shape: Shape, plan: Plan) -> list[tuple[int, ...]]:

@@ -40,9 +40,16 @@ def tiles_for(dtype: torch.dtype, block_d: int, block_v: int, quadratic: int) ->
     return Tiles(64, 8, 2) if tiles.block == 128 else tiles
 
 
-def tiles_of_read(tiles: Tiles) -> Tiles:
-    """For outputs: of pairs, four warps have registers to spare."""
+def tiles_of_read(tiles: Tiles, several: bool) -> Tiles:
+    """For outputs: `several` tiles to a program, loaded ahead, or more programs of fewer registers."""
+    if several:
+        return tiles._replace(num_stages=2)
     return tiles._replace(registers=FEWER_REGISTERS) if tiles.num_warps == 4 and tiles.block == 64 else tiles
+
+
+def reads_several(tiles: Tiles, plan: Plan) -> bool:
+    """Whether a program gives several tiles of outputs: with one group of pairs the registers suffice."""
+    return plan.is_single and tiles.num_warps == 4 and tiles.block == 64 and tiles.registers is None
 
 
 def tiles_of_keys(tiles: Tiles) -> Tiles:
@@ -135,7 +142,11 @@ def attend(
     out = q.new_empty(*q.shape[:-1], shape.value_dim)
     by_row = [q.new_empty(q.shape[:-1], dtype=torch.float32) for _ in range(3)]
     if out.numel():
-        causal.read[axis.programs(axis.first_query, q.shape[0] * q.shape[1])](
+        heads, several = q.shape[0] * q.shape[1], reads_several(axis.tiles, plan)
+        programs, each = axis.programs(axis.first_query, 1)[0], 1
+        if several:
+            programs, each = split(programs, heads, axis.tiles)
+        causal.read[(programs * heads,)](
             *(q, k, v, flat(mask, k), _counts(mask, axis, k), query_scale),
             *(per_map(coefficients, plan), out, *by_row, *sums, _earlier(count, k)),
             *(
@@ -143,6 +154,7 @@ def attend(
                 *k.stride()[:3],
                 *v.stride()[:3],
                 *axis.from_tile(axis.first_query),
+                each,
                 key_scale,
                 unit.eps,
             ),
@@ -152,8 +164,9 @@ def attend(
             HAS_MASK=mask is not None,
             HAS_STATE=count is not None,
             UNIT=unit.code,
+            SINGLE=several,
             CHUNK=axis.chunk,
-            **shape.constants(plan, tiles_of_read(axis.tiles)),
+            **shape.constants(plan, tiles_of_read(axis.tiles, several)),
         )
     return [out.view(*query.shape[:-1], shape.value_dim), *by_row, *sums]
 
@@ -275,7 +288,7 @@ def sums_along(
         CHUNK=axis.chunk,
         **shape.constants(plan, axis.tiles),
     )
-    rows_each = sum_rows(plan)
+    rows_each = sum_rows(plan, heads)
     causal_sums.scan[(heads, max(1, triton.cdiv(plan.num_features, rows_each)))](
         *(*parts, *sums[4:], *(before or parts), _earlier(count, x)),
         *(first_key, *axis.cut, plan.num_features),

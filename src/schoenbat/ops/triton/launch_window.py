@@ -215,7 +215,7 @@ def _sums(
     ]
     shapes = sizes(call, heads)
     sums = [x.new_empty(size, dtype=torch.float32 if i else x.dtype) for i, size in enumerate(shapes)]
-    rows_each = sum_rows(plan)
+    rows_each = sum_rows(plan, heads * call.chunks)
     window_sums.combine[(heads * call.chunks, max(1, triton.cdiv(plan.num_features, rows_each)))](
         *(*ends[0], *ends[-1], *sums),
         *(-axis.seen_by_all, *axis.cut, call.reach, plan.num_features),

@@ -12,6 +12,13 @@ NARROW = tl.constexpr(16)
 
 
 @triton.jit
+def wait_for_the_one_before(OVERLAPS: tl.constexpr):
+    """Of a kernel that may start before the one before it has ended (OVERLAPS): wait for all that this one stores."""
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
 def load_tile(p, start, stride, m_n, C: tl.constexpr, BLOCK: tl.constexpr, BLOCK_C: tl.constexpr):
     """BLOCK rows from `start` of a matrix with unit column stride; zeros where m_n is false."""
     o_n, o_c = tl.arange(0, BLOCK), tl.arange(0, BLOCK_C)
