@@ -16,7 +16,7 @@ SPILLED_BY_WIDE_HEADS = 1000
 SPILLED_BY_SCORES = 128
 # Two warps hold what four could, for maps of several degrees: see `launch.tiles_for`.
 SPILLED_BY_TWO_WARPS = 1000
-# Where a map stays at hand for all tiles, gradients and causal outputs spill, and are faster: docs/kernels.md.
+# Where a map stays at hand for all tiles, gradients and causal outputs spill and are faster: docs/kernels.md.
 SPILLED_BY_WHOLE_MAPS = 400
 # Two warps again, for any map that is trained, and twice as much for wide heads.
 SPILLED_BY_TRAINED_MAPS = 900
