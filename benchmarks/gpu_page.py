@@ -18,6 +18,12 @@ PLOT = HERE.parent / "docs" / "time-against-length.svg"
 GPU, TRAINING = (HERE / "results" / f"{name}.json" for name in ("nvidia-h200", "training-nvidia-h200"))
 LENGTHS = "16 × "  # the sequences of the plot
 DECODE = "decode"
+RIVALS = {
+    "SDPA (flash)": "flash",
+    "fla, features ready-made": "fla",
+    "exact kernel by FlexAttention": "exact inv by FlexAttention",
+    "exact for the 64 nearest": "triton, ±64 exact",
+}
 
 Rows = list[dict[str, Any]]
 
@@ -53,6 +59,23 @@ def speed_table(rows: Rows) -> str:
             "" if eager is None else f"{eager['median'] / row['median']:.1f}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def rivals_table(rows: Rows) -> str:
+    """What else was measured on the same tensors, divided by the time of RMFA."""
+    found = {(row["shape"], row["method"], row["direction"]): row["median"] for row in rows}
+    lines = [
+        f"| B·H × n, d, D, map | pass | RMFA, ms | {' | '.join(RIVALS)} |",
+        f"| --- | --- |{' ---: |' * (1 + len(RIVALS))}",
+    ]
+    for (shape, method, direction), own in found.items():
+        if method != "triton" or shape.startswith(LENGTHS):
+            continue
+        others = [found.get((shape, rival, direction)) for rival in RIVALS.values()]
+        if any(others[1:]):  # SDPA alone is in the table above
+            ratios = ["" if other is None else f"{other / own:.1f} ×" for other in others]
+            lines.append(f"| {shape} | {direction} | {1e3 * own:.3f} | {' | '.join(ratios)} |")
     return "\n".join(lines)
 
 

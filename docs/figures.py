@@ -66,7 +66,11 @@ def tables() -> dict[str, dict[str, str]]:
             "cpu": _crossover_table(_cpu_times(_read(RESULTS / "cpu.json")), "SDPA"),
             "gpu": _crossover_table(_gpu_times(gpu), "SDPA (cuDNN)"),
         },
-        "gpu": {"gpu": page.speed_table(gpu), "training": page.training_table(training)},
+        "gpu": {
+            "gpu": page.speed_table(gpu),
+            "rivals": page.rivals_table(gpu),
+            "training": page.training_table(training),
+        },
         "long-context": {
             "parallel": _parallel_table(_read(RESULTS / "parallel.json")),
             "charlm": _charlm_table(),
