@@ -37,15 +37,20 @@ def calls() -> Iterator[str]:
     """Run every call, and name it."""
     for construction in ("exact-low", "unbiased", "paper"):
         for head_dim, value_dim in ((64, 64), (32, 24), (128, 128)):
-            features = MaclaurinFeatures(
-                head_dim, 64, construction=construction, scale=2.0, seed=0, device="cuda"
-            )
+            options = {"construction": construction, "scale": 2.0, "seed": 0, "device": "cuda"}
+            features = MaclaurinFeatures(head_dim, 64, **options)
             for is_causal, width in itertools.product((False, True), (None, 20)):
                 attend(features, value_dim, is_causal, width)
                 window = "" if width is None else f", window of ±{width}"
                 yield f"{construction}, d = {head_dim}, {'causal' if is_causal else 'bidirectional'}{window}"
             decode(features, value_dim)
             yield f"{construction}, d = {head_dim}, decoding"
+            go_on(features, value_dim)
+            yield f"{construction}, d = {head_dim}, a prompt onto a state"
+            trained = MaclaurinFeatures(head_dim, 64, trainable=True, **options)
+            for is_causal in (False, True):
+                attend(trained, value_dim, is_causal, None)
+                yield f"{construction}, d = {head_dim}, {'causal' if is_causal else 'bidirectional'}, trained"
 
 
 def draw(length: int, *widths: int) -> list[torch.Tensor]:
@@ -60,6 +65,19 @@ def attend(features: MaclaurinFeatures, value_dim: int, is_causal: bool, width: 
     mask = torch.rand(1, 131, device="cuda") > 0.3
     options = {"features": features, "key_mask": mask, "is_causal": is_causal, "implementation": "triton"}
     attention(*inputs, **options).float().sum().backward()
+    torch.cuda.synchronize()
+
+
+def go_on(features: MaclaurinFeatures, value_dim: int) -> None:
+    """Two prompts, one onto the sums of the other, and the gradients of both."""
+    widths, state = (features.head_dim, features.head_dim, value_dim), None
+    total = torch.zeros((), device="cuda")
+    for length in (67, 131):
+        prompt = [x.requires_grad_() for x in draw(length, *widths)]
+        state = RMFAState.zeros(features, 1, 2, value_dim) if state is None else state
+        out, state = rmfa_step(*prompt, features, state, implementation="triton")
+        total = total + out.float().sum()
+    total.backward()
     torch.cuda.synchronize()
 
 

@@ -43,8 +43,8 @@ def test_one_gpu_is_what_was_measured(scaling):
         if row["shape"] == scaling.SHAPE and row["direction"] == scaling.BOTH
     }
     row = scaling.model(1, 262_144, layer, scaling.Machine(), one)
-    assert row.eager_seconds == pytest.approx(seconds["eager"])
-    assert row.fused_seconds == pytest.approx(seconds["triton"])
+    assert row.eager_seconds == pytest.approx(max(seconds["eager"], one.eager_call))
+    assert row.fused_seconds == pytest.approx(max(seconds["triton"], one.fused_call))
 
 
 def test_costs_grow_as_they_should(scaling):

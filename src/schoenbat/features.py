@@ -14,7 +14,7 @@ from schoenbat.kernels import kernel as get_kernel
 from schoenbat.ops.blocks import Blocks, FeatureMap, monomials, weigh
 from schoenbat.ops.keeping import may_keep, may_reuse, reuse
 from schoenbat.options import MOST, check_count, check_dtype, check_seed
-from schoenbat.precision import refuse_half
+from schoenbat.precision import refuse_half, without_autocast
 
 _MAPS = ("linear", "quadratic", "tail")
 _TRAINED = (*_MAPS, "gains")
@@ -199,7 +199,7 @@ class MaclaurinFeatures(nn.Module):
         """The features of the rows of x: ``(..., head_dim) -> (..., num_features)``, no scale inside."""
         rows = self._by_map(x)
         dtype = torch.promote_types(x.dtype, torch.float32)
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x):
             amplitude, constants = self._amplitudes(dtype), self.degrees.count(0)
             phi = weigh(monomials(rows.to(dtype), self._blocks(dtype)), amplitude[:, constants:])
             constant = amplitude[:, None, :constants, None].expand(*rows.shape[:3], -1, rows.shape[-2])

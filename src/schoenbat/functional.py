@@ -17,6 +17,7 @@ from schoenbat.ops.eager_causal import Before, Sums
 from schoenbat.ops.unit_rows import UnitRows
 from schoenbat.options import check_count, check_dtype
 from schoenbat.packed import attend_jagged, refuse_mask_beside_jagged
+from schoenbat.precision import without_autocast
 
 
 def kernelized_attention(
@@ -59,7 +60,7 @@ def kernelized_attention(
     inputs = arrange(query, key, value, key_mask, enable_gqa)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     check_scale(scale, math.prod(inputs.query.shape[1:3]))
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query):
         if isinstance(scale, Tensor):
             scale = arrange_scale(scale, inputs.query, 1.0)
         out = exact.attend(*inputs[:4], get_kernel(kernel), scale, is_causal=is_causal)
@@ -146,7 +147,7 @@ def attend(
     inputs = arrange(query, key, value, key_mask, enable_gqa)
     if state is not None:
         state._check(inputs.key, inputs.value, features)
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query):
         feature_map = map_for(features, inputs.key)
         query_scale = arrange_scale(features.scale if scale is None else scale, inputs.query, features.scale)
         out = dispatch.attend(
@@ -221,7 +222,7 @@ class RMFAState:
         """
         inputs = arrange(key, key, value, key_mask, enable_gqa=False)
         self._check(inputs.key, inputs.value, features)
-        with torch.autocast(key.device.type, enabled=False):
+        with without_autocast(key):
             feature_map = map_for(features, inputs.key)
             more, count = dispatch.accumulate(*inputs[1:4], feature_map, implementation=implementation)
             sums = Sums(*(old + new for old, new in zip(self._sums(), more, strict=True)))
@@ -243,7 +244,7 @@ class RMFAState:
         """Attention of queries ``(B, H_q, n, d)`` to everything seen so far, as in cross attention."""
         grouped, lead = arrange_query(query, *self.key_sum.shape[:2])
         self._check_map(features)
-        with torch.autocast(query.device.type, enabled=False):
+        with without_autocast(query):
             feature_map = map_for(features, grouped)
             query_scale = arrange_scale(features.scale if scale is None else scale, grouped, features.scale)
             out = dispatch.read(
@@ -369,7 +370,7 @@ def step(
     state._check(inputs.key, inputs.value, features)
     if query.shape[-2] != key.shape[-2]:
         raise ValueError(f"a step takes one query for each key, got {query.shape[-2]} and {key.shape[-2]}")
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query):
         feature_map = map_for(features, inputs.key)
         query_scale = arrange_scale(features.scale if scale is None else scale, inputs.query, features.scale)
         out, sums = dispatch.step(

@@ -10,7 +10,7 @@ from schoenbat.collectives import WithProcessGroup, check_group, sum_over_ranks
 from schoenbat.inputs import arrange_mask, check_tensors
 from schoenbat.ops.unit_rows import UnitRows
 from schoenbat.options import check_count, check_dtype, check_number
-from schoenbat.precision import refuse_half
+from schoenbat.precision import refuse_half, without_autocast
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -86,7 +86,7 @@ class PreSBN(WithProcessGroup):
     def forward(self, x: Tensor, mask: Tensor | None = None, *, track: bool = True) -> Tensor:
         """Normalise the rows of x; with `track`, the running averages of ``"batch"`` follow in training."""
         check_tensors(x=x)
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x):
             if self.mode != "batch":
                 return self.unit_rows(x)
             rows = self._standardize(x.to(torch.promote_types(x.dtype, torch.float32)), mask, track)
@@ -220,7 +220,7 @@ class PostSBN(nn.Module):
         self.beta = nn.Parameter(torch.ones(num_heads, value_dim, device=device, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x):
             dtype = torch.promote_types(x.dtype, torch.float32)
             a, gamma, beta = x.to(dtype), self.gamma.to(dtype)[:, None], self.beta.to(dtype).abs()[:, None]
             if torch.onnx.is_in_onnx_export():  # which knows no hypot

@@ -1,8 +1,17 @@
-"""What a module-wide cast to half precision must not reach: maps and running averages."""
+"""Where a cast to half precision must not reach: maps, running averages, what accumulates."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
+import torch
 from torch import Tensor
+
+
+def without_autocast(like: Tensor) -> AbstractContextManager[object]:
+    """While inside, nothing is cast on its own on the device of `like`."""
+    device = like.device.type
+    # Where it is off anyhow, to turn it off would still take microseconds.
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def refuse_half(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

@@ -16,6 +16,7 @@ from schoenbat.ops.keeping import is_concrete
 from schoenbat.ops.unit_rows import UnitRows
 from schoenbat.ops.window import Carried, Window
 from schoenbat.ops.window_fused import Remembered
+from schoenbat.precision import without_autocast
 
 
 def rmfa_window(
@@ -74,7 +75,7 @@ def rmfa_window(
             f"a window needs as many queries as keys, got {query.shape[-2]} and {key.shape[-2]}: positions "
             "in two sequences cannot be compared (for decoding use rmfa_window_step)"
         )
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query):
         feature_map = map_for(features, inputs.key)
         others = _tensors(inputs.key, scale, far_weight, *(far_maps or ()))
         obstacle = window_fused.obstacle(inputs.query, inputs.value, feature_map, implementation, others)
@@ -233,7 +234,7 @@ def step(
     tokens, before = arrange(query, key, value, key_mask, enable_gqa), state._remembered()
     state.far._check_map(features)
     others = _tensors(tokens.key, scale, far_weight, *(far_maps or ()))
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query):
         feature_map = map_for(features, tokens.key)
         obstacle = window_fused.step_obstacle(tokens.query, tokens.value, before, feature_map, others)
         if dispatch.choose_with_sums(implementation, obstacle, query) == "triton":

@@ -6,8 +6,7 @@ and have hand-written gradients. Second derivatives are not implemented and rais
 A map travels as ``maps = [linear, quadratic, tail]`` and a list of ints, sums as a list of tensors.
 """
 
-from collections.abc import Callable, Sequence
-from functools import wraps
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from schoenbat.ops import eager, eager_causal
 from schoenbat.ops.blocks import Blocks, Evaluator
 from schoenbat.ops.eager import Summary
 from schoenbat.ops.eager_causal import Inputs, Sums
+from schoenbat.ops.operators import operator
 
 
 def as_operators() -> bool:
@@ -28,27 +28,6 @@ def as_operators() -> bool:
     """
     transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
     return not (transformed or torch.onnx.is_in_onnx_export())
-
-
-def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
-    """A custom operator: nothing is recorded inside, and nothing cast, so that accumulation stays in float32.
-
-    Triton launches on the current GPU: that is made the one where the first tensor lies.
-    """
-
-    def register(function: Callable[..., Any]) -> Any:
-        @wraps(function)
-        def alone(first: Tensor, *rest: Any) -> Any:
-            with (
-                torch.cuda.device_of(first),
-                torch.autocast(first.device.type, enabled=False),
-                torch.no_grad(),
-            ):
-                return function(first, *rest)
-
-        return torch.library.custom_op(f"schoenbat::{name}", alone, mutates_args=())
-
-    return register
 
 
 def _empty_like(*tensors: Tensor) -> list[Tensor]:

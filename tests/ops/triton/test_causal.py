@@ -6,6 +6,7 @@ from ops.triton.specification import (
     DEVICE,
     DTYPES,
     TOLERANCE,
+    assert_a_graph_replays,
     assert_close_to_specification,
     relative_error,
     where_few_keys_are_in_sight,
@@ -246,7 +247,7 @@ def test_operator_is_well_formed():
     arguments = (*x, None, [], None, plan.tensors, [], feature_map.coefficients, scale, plan.flags, 1.2)
     arguments += 2, 1e-13
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(library.attend_causal, arguments, test_utils=checks)
+    torch.library.opcheck(library.attend_causal.operator, arguments, test_utils=checks)
 
 
 @pytest.mark.gpu
@@ -337,6 +338,14 @@ def test_compiles_to_one_graph(construction):
     (got, got_grads), (right, right_grads) = (gradients(f, tensors) for f in (compiled, attend))
     for a, b in zip([got, *got_grads], [right, *right_grads], strict=True):
         assert relative_error(a, b) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("construction", ["exact-low", "unbiased"])
+def test_a_graph_of_it_replays(construction):
+    features = make_map(construction, 64, 128, dtype=torch.float32, device=DEVICE)
+    tensors = [x.to(DEVICE).requires_grad_() for x in draw(500, 500, heads=4, dim=64, dtype=torch.bfloat16)]
+    assert_a_graph_replays(lambda: rmfa(*tensors, features, is_causal=True), tensors)
 
 
 @pytest.mark.gpu

@@ -134,7 +134,9 @@ def test_operator_is_well_formed():
     scale, count = torch.ones(1, 1, 1, 1, device=DEVICE), state.count.view(-1, 1, 1, 1, 1)
     small = plan.tensors, feature_map.coefficients, scale, plan.flags, 1.2, 2, 1e-13
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(library.step, (*x, None, count, list(state._sums()), *small), test_utils=checks)
+    torch.library.opcheck(
+        library.step.operator, (*x, None, count, list(state._sums()), *small), test_utils=checks
+    )
 
 
 def test_what_it_does_not_do_raises():

@@ -222,7 +222,7 @@ def test_operator_is_well_formed(separate):
     small = plan.tensors, feature_map.coefficients, ones, ones, plan.flags, 1.2, 0, 0.0
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     given = query, key, value, mask, far, list(before[:3]), before.far.seen, list(before.far.sums), *small
-    torch.library.opcheck(library_window.step, given, test_utils=checks)
+    torch.library.opcheck(library_window.step.operator, given, test_utils=checks)
 
 
 def test_what_it_does_not_do_raises():

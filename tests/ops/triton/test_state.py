@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ops.triton.specification import DEVICE, DTYPES, TOLERANCE, relative_error
+from ops.triton.specification import DEVICE, DTYPES, TOLERANCE, assert_a_graph_replays, relative_error
 from oracle import gradients, make_map, poisoned_memory, rows
 
 from schoenbat import RMFAState, rmfa, rmfa_step
@@ -191,7 +191,7 @@ def test_operators_are_well_formed():
         (library.attend_causal, (*x, None, sums, state.count, small[0], [], *small[1:], 1.2, 2, 1e-13)),
     ]
     for operator, arguments in calls:
-        torch.library.opcheck(operator, arguments, test_utils=checks)
+        torch.library.opcheck(operator.operator, arguments, test_utils=checks)
 
 
 def test_what_it_does_not_do_raises():
@@ -264,3 +264,12 @@ def test_compiles_to_one_graph(is_causal):
     (got, got_grads), (right, right_grads) = (gradients(f, tensors) for f in (compiled, attend))
     for a, b in zip([got, *got_grads], [right, *right_grads], strict=True):
         assert relative_error(a, b) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_graph_of_it_replays(is_causal):
+    features = make_map("exact-low", 64, 128, dtype=torch.float32, device=DEVICE)
+    tensors = [x.requires_grad_() for x in draw(500, 64, 64, dtype=torch.bfloat16)]
+    pieces = features, None, None, (200, 500), is_causal, "triton"
+    assert_a_graph_replays(lambda: in_pieces(*tensors, *pieces), tensors)

@@ -8,6 +8,7 @@ from ops.triton.specification import (
     DEVICE,
     DTYPES,
     TOLERANCE,
+    assert_a_graph_replays,
     assert_close_to_specification,
     relative_error,
 )
@@ -188,9 +189,9 @@ def test_operator_is_well_formed(is_causal):
     small = *map_and_scale, 1.2, 2, 1e-13
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     if is_causal:
-        torch.library.opcheck(library.attend_causal, (*x, None, [], None, *small), test_utils=checks)
+        torch.library.opcheck(library.attend_causal.operator, (*x, None, [], None, *small), test_utils=checks)
     else:
-        torch.library.opcheck(library.attend, (*x, None, *small), test_utils=checks)
+        torch.library.opcheck(library.attend.operator, (*x, None, *small), test_utils=checks)
 
 
 @BOTH
@@ -204,6 +205,16 @@ def test_compiles_to_one_graph(few_programs, is_causal):
 
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(gradients(compiled, inputs), gradients(attend, inputs))
+
+
+@pytest.mark.gpu
+@BOTH
+def test_a_graph_of_it_replays(is_causal):
+    features = make_trained("exact-low", 64, 128)
+    tensors = [x.to(DEVICE).requires_grad_() for x in draw(500, 500, heads=4, dim=64, dtype=torch.bfloat16)]
+    inputs = [*tensors, *features.parameters()]
+    options = {"is_causal": is_causal, "implementation": "triton"}
+    assert_a_graph_replays(lambda: rmfa(*tensors, features, **options), inputs)
 
 
 @pytest.mark.parametrize(

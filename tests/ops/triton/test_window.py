@@ -6,6 +6,7 @@ from ops.triton.specification import (
     DEVICE,
     DTYPES,
     TOLERANCE,
+    assert_a_graph_replays,
     assert_close_to_specification,
     relative_error,
     where_few_keys_are_in_sight,
@@ -189,7 +190,7 @@ def test_operator_is_well_formed():
     small = plan.tensors, feature_map.coefficients, scale, log_weight, plan.flags, 1.2, 1
     for far, is_causal in (([], True), (x[3:], False)):
         arguments = (*x[:3], far, None, *small, is_causal)
-        torch.library.opcheck(library_window.attend, arguments, test_utils=checks)
+        torch.library.opcheck(library_window.attend.operator, arguments, test_utils=checks)
 
 
 def test_what_it_does_not_do_raises():
@@ -280,6 +281,15 @@ def test_compiles_to_one_graph(construction, is_causal):
     (got, got_grads), (right, right_grads) = (gradients(f, tensors) for f in (compiled, attend))
     for a, b in zip([got, *got_grads], [right, *right_grads], strict=True):
         assert relative_error(a, b) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_graph_of_it_replays(is_causal):
+    features = make_map("exact-low", 64, 128, dtype=torch.float32, device=DEVICE)
+    tensors = [x.to(DEVICE).requires_grad_() for x in draw(500, heads=4, dim=64, dtype=torch.bfloat16)]
+    options = {"is_causal": is_causal, "implementation": "triton"}
+    assert_a_graph_replays(lambda: rmfa_window(*tensors, features, 64, **options), tensors)
 
 
 @pytest.mark.gpu

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from schoenbat.ops.triton import bidirectional, bidirectional_sums
@@ -109,9 +108,14 @@ def _precision(dtype: torch.dtype) -> str:
     return "ieee" if exact else "tf32"
 
 
+def cdiv(whole: int, part: int) -> int:
+    """How many parts a whole has, the last of which may be short; Triton's own takes microseconds."""
+    return -(-whole // part)
+
+
 def padded(size: int) -> int:
-    """A width that kernels work with."""
-    return max(16, triton.next_power_of_2(size))
+    """A width that kernels work with, a power of two."""
+    return max(16, 1 << (int(size) - 1).bit_length())
 
 
 def attend(
@@ -178,7 +182,7 @@ def finish(
     heads = shape.batch * shape.heads
     summary = _empty_summary(heads, shape, plan, like, shape.dtype)
     rows = sum_rows(plan, heads)
-    bidirectional_sums.finish[(heads, max(1, triton.cdiv(plan.num_features, rows)))](
+    bidirectional_sums.finish[(heads, max(1, cdiv(plan.num_features, rows)))](
         *(*parts, like if count is None else count, *summary),
         *(keys, parts[0].shape[0] // heads, plan.num_features),
         HEADS=shape.heads,
@@ -329,13 +333,13 @@ def _empty_summary(heads: int, shape: Shape, plan: Plan, like: Tensor, dtype: to
 def sum_rows(plan: Plan, heads: int) -> int:
     """How many rows of the sums a program adds up: fewer where that gives more multiprocessors work."""
     rows = _most_rows(plan)
-    while rows > 16 and heads * triton.cdiv(plan.num_features, rows) < _PROGRAMS:
+    while rows > 16 and heads * cdiv(plan.num_features, rows) < _PROGRAMS:
         rows //= 2
     return rows
 
 
 def _most_rows(plan: Plan) -> int:
-    return min(_SUM_ROWS, triton.next_power_of_2(max(16, plan.num_features)))
+    return min(_SUM_ROWS, padded(plan.num_features))
 
 
 def overlapping(like: Tensor) -> dict[str, bool]:
@@ -388,12 +392,12 @@ def split(pieces: int, others: int, tiles: Tiles) -> tuple[int, int]:
     """How many programs share a sequence, how many pieces each has; `others`: how many more there are."""
     programs = _PROGRAMS * (2 if tiles.num_warps == 2 else 1)
     wanted = max(1, min(pieces, programs // max(1, others)))
-    each = triton.cdiv(pieces, wanted)
-    return triton.cdiv(pieces, each), each
+    each = cdiv(pieces, wanted)
+    return cdiv(pieces, each), each
 
 
 def _row_tiles(x: Tensor, tiles: Tiles) -> int:
-    return max(1, triton.cdiv(x.shape[-2], tiles.block))
+    return max(1, cdiv(x.shape[-2], tiles.block))
 
 
 def map_arguments(plan: Plan) -> tuple[Any, ...]:

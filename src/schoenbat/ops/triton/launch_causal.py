@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-import triton
 from torch import Tensor
 
 from schoenbat.ops.triton import causal, causal_keys, causal_sums
@@ -15,6 +14,7 @@ from schoenbat.ops.triton.launch import (
     Tiles,
     Unit,
     as_rows,
+    cdiv,
     flat,
     map_arguments,
     per_map,
@@ -76,11 +76,11 @@ class Axis(NamedTuple):
         tiles = tiles_for(shape.dtype, shape.block_d, shape.block_v, plan.quadratic)
         rows = 2 * tiles.block * (shape.block_d + shape.block_v)
         # A map of constants alone has no features.
-        chunk = max(1, triton.cdiv(plan.num_features * shape.block_v, rows))
-        num_tiles = max(1, triton.cdiv(max(queries, keys), tiles.block))
+        chunk = max(1, cdiv(plan.num_features * shape.block_v, rows))
+        num_tiles = max(1, cdiv(max(queries, keys), tiles.block))
         # Groups of several degrees take unequally long, as in `launch`; but segments have to be scanned.
         programs = shape.batch * shape.heads * max(1, plan.num_groups) // (2 if plan.is_uneven else 1)
-        segments, chunks_each = split(triton.cdiv(num_tiles, chunk), programs, tiles)
+        segments, chunks_each = split(cdiv(num_tiles, chunk), programs, tiles)
         return cls(queries, keys, tiles, chunk, num_tiles, segments, chunk * chunks_each)
 
     @property
@@ -106,7 +106,7 @@ class Axis(NamedTuple):
 
 def sum_shapes(heads: int, axis: Axis, shape: Shape, plan: Plan) -> list[tuple[int, ...]]:
     """Near sums, totals, sums of x and of rows; the same for what is far."""
-    features, chunks = plan.num_features, triton.cdiv(axis.num_tiles, axis.chunk)
+    features, chunks = plan.num_features, cdiv(axis.num_tiles, axis.chunk)
     near = (chunks, features, shape.block_v), (chunks, features)
     near_rows = (axis.num_tiles, shape.block_d), (axis.num_tiles, shape.block_v)
     return [(heads, *size) for size in (*near, *near_rows, *_segment_sizes(axis, shape, plan))]
@@ -289,7 +289,7 @@ def sums_along(
         **shape.constants(plan, axis.tiles),
     )
     rows_each = sum_rows(plan, heads)
-    causal_sums.scan[(heads, max(1, triton.cdiv(plan.num_features, rows_each)))](
+    causal_sums.scan[(heads, max(1, cdiv(plan.num_features, rows_each)))](
         *(*parts, *sums[4:], *(before or parts), _earlier(count, x)),
         *(first_key, *axis.cut, plan.num_features),
         HEADS=x.shape[1],

@@ -4,11 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from schoenbat.ops.triton import decode, decode_window
-from schoenbat.ops.triton.launch import Unit, as_rows, flat, map_arguments, padded, per_map
+from schoenbat.ops.triton.launch import Unit, as_rows, cdiv, flat, map_arguments, padded, per_map
 from schoenbat.ops.triton.plan import Plan
 
 # Value columns of a program, and its warps: the fewer warps, the more programs are at work at once.
@@ -130,9 +129,9 @@ def _programs(
         "DV": value_dim,
         "BLOCK_D": padded(dim),
         "BLOCK_V": columns,
-        "ROWS": 2 if groups == 1 else max(16, triton.next_power_of_2(groups + 1)),
+        "ROWS": 2 if groups == 1 else padded(groups + 1),
         "GROUP": plan.group,
         "num_warps": warps,
         "num_stages": 2,
     }
-    return (batch * heads, triton.cdiv(value_dim, columns)), constants
+    return (batch * heads, cdiv(value_dim, columns)), constants

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from schoenbat.ops.blocks import sum_over_heads
@@ -19,6 +18,7 @@ from schoenbat.ops.triton.launch import (
     Tiles,
     Unit,
     as_rows,
+    cdiv,
     flat,
     map_arguments,
     split,
@@ -88,7 +88,7 @@ def bidirectional(
             **shape.constants(plan, tiles),
         )
 
-    row_tiles = [triton.cdiv(x.shape[-2], tiles.block) for x in (q, k)]
+    row_tiles = [cdiv(x.shape[-2], tiles.block) for x in (q, k)]
     to_map = _passes(run, row_tiles, (q.shape[1], k.shape[1]), tiles, plan, trained, shape)
     # Where the floor acts, the gradient of f is not that of the total.
     by_row = to_floored, to_total != to_floored, to_mean, inverse

@@ -5,11 +5,20 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-import triton
 from torch import Tensor
 
 from schoenbat.ops.triton import window, window_backward, window_sums
-from schoenbat.ops.triton.launch import Shape, Tiles, Unit, as_rows, flat, map_arguments, per_map, sum_rows
+from schoenbat.ops.triton.launch import (
+    Shape,
+    Tiles,
+    Unit,
+    as_rows,
+    cdiv,
+    flat,
+    map_arguments,
+    per_map,
+    sum_rows,
+)
 from schoenbat.ops.triton.launch_causal import Axis, over_groups, sums_along
 from schoenbat.ops.triton.plan import Plan
 
@@ -66,7 +75,7 @@ class Call(NamedTuple):
     def of(cls, query: Tensor, value: Tensor, plan: Plan, near: Near) -> "Call":
         shape, length = Shape.of(query, value), query.shape[-2]
         axis = Axis.of(length, length, shape, plan)
-        whole = triton.cdiv(axis.num_tiles, axis.chunk) * axis.chunk
+        whole = cdiv(axis.num_tiles, axis.chunk) * axis.chunk
         axis = axis._replace(num_tiles=whole, seen_by_all=0 if near.is_causal else length)
         tiles = tiles_for(shape.dtype, shape.block_d, shape.block_v, plan.quadratic)
         near = near._replace(width=min(near.width, length))
@@ -82,11 +91,11 @@ class Call(NamedTuple):
 
     @property
     def reach(self) -> int:
-        return triton.cdiv(self.near.width, self.span)
+        return cdiv(self.near.width, self.span)
 
     @property
     def row_tiles(self) -> int:
-        return triton.cdiv(self.axis.queries, self.tiles.block)
+        return cdiv(self.axis.queries, self.tiles.block)
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -216,7 +225,7 @@ def _sums(
     shapes = sizes(call, heads)
     sums = [x.new_empty(size, dtype=torch.float32 if i else x.dtype) for i, size in enumerate(shapes)]
     rows_each = sum_rows(plan, heads * call.chunks)
-    window_sums.combine[(heads * call.chunks, max(1, triton.cdiv(plan.num_features, rows_each)))](
+    window_sums.combine[(heads * call.chunks, max(1, cdiv(plan.num_features, rows_each)))](
         *(*ends[0], *ends[-1], *sums),
         *(-axis.seen_by_all, *axis.cut, call.reach, plan.num_features),
         TWO_SIDED=not call.near.is_causal,

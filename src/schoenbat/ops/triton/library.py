@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from schoenbat.ops.library import operator
+from schoenbat.ops.operators import direct_operator
 from schoenbat.ops.triton import launch, launch_causal, launch_decode, launch_map, launch_state
 from schoenbat.ops.triton.plan import Plan
 from schoenbat.ops.triton.state import empty_state
 
 
-@operator("triton_attend")
+@direct_operator("triton_attend")
 def attend(
     query: Tensor,
     key: Tensor,
@@ -50,7 +50,7 @@ def _output_and_summary(query: Tensor, value: Tensor, plan: Plan) -> list[Tensor
     return [out, query.new_empty(sums), *(query.new_empty(s, dtype=torch.float32) for s in others)]
 
 
-@operator("triton_attend_backward")
+@direct_operator("triton_attend_backward")
 def attend_backward(
     grad: Tensor,
     query: Tensor,
@@ -123,7 +123,7 @@ def _gradient(ctx: Any, grad: list[Tensor | None]) -> tuple[Any, ...]:
 attend.register_autograd(_gradient, setup_context=_context)
 
 
-@operator("triton_summarize")
+@direct_operator("triton_summarize")
 def summarize(
     key: Tensor,
     value: Tensor,
@@ -144,7 +144,7 @@ def _(key: Tensor, value: Tensor, mask: Any, plan: Any, flags: Any, *rest: Any) 
     return empty_state(key, value, Plan.of(plan, flags))
 
 
-@operator("triton_summarize_backward")
+@direct_operator("triton_summarize_backward")
 def summarize_backward(
     key: Tensor,
     value: Tensor,
@@ -180,7 +180,7 @@ def _summarize_gradient(ctx: Any, grad: list[Tensor]) -> tuple[Any, ...]:
 summarize.register_autograd(_summarize_gradient, setup_context=_summarize_context)
 
 
-@operator("triton_read")
+@direct_operator("triton_read")
 def read(
     query: Tensor,
     sums: Sequence[Tensor],
@@ -201,7 +201,7 @@ def _(
     return _output_and_summary(query, sums[3], Plan.of(plan, flags))
 
 
-@operator("triton_read_backward")
+@direct_operator("triton_read_backward")
 def read_backward(
     grad: Tensor,
     query: Tensor,
@@ -241,7 +241,7 @@ def _read_gradient(ctx: Any, grad: list[Tensor]) -> tuple[Any, ...]:
 read.register_autograd(_read_gradient, setup_context=_read_context)
 
 
-@operator("triton_attend_causal")
+@direct_operator("triton_attend_causal")
 def attend_causal(
     query: Tensor,
     key: Tensor,
@@ -278,7 +278,7 @@ def _(
     return [query.new_empty(*query.shape[:-1], value.shape[-1]), *by_row, *sums]
 
 
-@operator("triton_attend_causal_backward")
+@direct_operator("triton_attend_causal_backward")
 def attend_causal_backward(
     grad: Tensor,
     query: Tensor,
@@ -341,7 +341,7 @@ def _causal_gradient(ctx: Any, grad: list[Tensor | None]) -> tuple[Any, ...]:
 attend_causal.register_autograd(_causal_gradient, setup_context=_causal_context)
 
 
-@operator("triton_step")
+@direct_operator("triton_step")
 def step(
     query: Tensor,
     key: Tensor,

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from schoenbat.ops.library import operator
+from schoenbat.ops.operators import direct_operator
 from schoenbat.ops.triton import launch_decode, launch_window
 from schoenbat.ops.triton.launch import Unit
 from schoenbat.ops.triton.launch_window import Call, Near
@@ -14,7 +14,7 @@ from schoenbat.ops.triton.library import or_zeros
 from schoenbat.ops.triton.plan import Plan
 
 
-@operator("triton_attend_window")
+@direct_operator("triton_attend_window")
 def attend(
     query: Tensor,
     key: Tensor,
@@ -47,7 +47,7 @@ def _(
     return [out, *by_row, query.new_empty(sums), *(query.new_empty(x, dtype=torch.float32) for x in others)]
 
 
-@operator("triton_attend_window_backward")
+@direct_operator("triton_attend_window_backward")
 def attend_backward(
     grad: Tensor,
     query: Tensor,
@@ -100,7 +100,7 @@ def _gradient(ctx: Any, grad: list[Tensor | None]) -> tuple[Any, ...]:
 attend.register_autograd(_gradient, setup_context=_context)
 
 
-@operator("triton_step_window")
+@direct_operator("triton_step_window")
 def step(
     query: Tensor,
     key: Tensor,
