@@ -9,6 +9,7 @@ from torch import Tensor
 from schoenbat.baselines.baseline import Baseline
 from schoenbat.baselines.linear_attention import linear_attention
 from schoenbat.baselines.masking import hide, present
+from schoenbat.precision import without_autocast
 
 
 class CosFormer(Baseline):
@@ -43,7 +44,7 @@ class CosFormer(Baseline):
         query_mask: Tensor | None,
         is_causal: bool,
     ) -> Tensor:
-        with torch.autocast(query.device.type, enabled=False):
+        with without_autocast(query):
             query_angle, key_angle = _angles(query.shape[-2], present(key, key_mask))
             query_features = _features(hide(query, query_mask), query_angle)
             key_features = _features(hide(key, key_mask), key_angle)

@@ -11,7 +11,7 @@ from schoenbat.baselines.masking import zero_masked
 from schoenbat.baselines.selection import spread, take_rows, taking_part_first
 from schoenbat.baselines.softmax import attend_visible
 from schoenbat.options import MOST, check_count, check_seed
-from schoenbat.precision import refuse_half
+from schoenbat.precision import refuse_half, without_autocast
 
 
 class Informer(Baseline):
@@ -102,7 +102,7 @@ class Informer(Baseline):
             return query.new_zeros(query.shape[:-1], dtype=dtype)
         position, is_drawn = self._sample(key.shape[-2], key_mask)
         sampled = take_rows(key, position).to(dtype)
-        with torch.autocast(query.device.type, enabled=False):
+        with without_autocast(query):
             logits = query.to(dtype) @ sampled.mT  # (B, H, n_q, s)
         missing = ~is_drawn.unsqueeze(-2)
         count = is_drawn.sum(-1, keepdim=True).clamp(min=1)

@@ -8,6 +8,7 @@ from schoenbat.baselines.baseline import Baseline
 from schoenbat.baselines.landmarks import newton_schulz, segments, take
 from schoenbat.baselines.masking import hide, present
 from schoenbat.options import MOST, check_count
+from schoenbat.precision import without_autocast
 
 
 class Nystromformer(Baseline):
@@ -74,7 +75,7 @@ class Nystromformer(Baseline):
         query_mask: Tensor | None,
         is_causal: bool,
     ) -> Tensor:
-        with torch.autocast(query.device.type, enabled=False):
+        with without_autocast(query):
             query, key, values = hide(query, query_mask), hide(key, key_mask), hide(value, key_mask)
             is_query, is_key = present(query, query_mask), present(key, key_mask)
             output = self._mix(query * self.head_dim**-0.5, key, values, is_query, is_key)

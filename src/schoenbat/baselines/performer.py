@@ -10,7 +10,7 @@ from schoenbat.baselines.baseline import Baseline
 from schoenbat.baselines.linear_attention import linear_attention
 from schoenbat.baselines.masking import hide
 from schoenbat.options import MOST, check_count, check_seed
-from schoenbat.precision import refuse_half
+from schoenbat.precision import refuse_half, without_autocast
 
 
 class Performer(Baseline):
@@ -75,7 +75,7 @@ class Performer(Baseline):
         query_mask: Tensor | None,
         is_causal: bool,
     ) -> Tensor:
-        with torch.autocast(query.device.type, enabled=False):
+        with without_autocast(query):
             query_features = self._query_features(hide(query, query_mask))
             exponents = self._key_exponents(hide(key, key_mask), key_mask)
             peak, log_decay = _peaks(exponents.detach().amax(-1, keepdim=True), is_causal)

@@ -10,7 +10,7 @@ from schoenbat.baselines.baseline import Baseline
 from schoenbat.baselines.masking import zero_masked
 from schoenbat.baselines.selection import take_rows
 from schoenbat.options import MOST, check_count, check_seed
-from schoenbat.precision import refuse_half
+from schoenbat.precision import refuse_half, without_autocast
 
 # More would make the hash cost more than the attention: it is an n × d × buckets product.
 _MOST_BUCKETS = 512
@@ -88,7 +88,7 @@ class Reformer(Baseline):
             F.pad(zero_masked(x, key_mask).to(dtype), (0, 0, 0, padding)) for x in (query, value)
         )
         real = F.pad(key_mask, (0, padding))
-        with torch.autocast(query.device.type, enabled=False):
+        with without_autocast(query):
             order = self._hash(query, real).argsort(stable=True)  # (B, H, rounds, n)
             outputs, log_sums = self._attend_sorted(query, values, real, order, is_causal)
         rank = order.argsort().flatten(1, 2)

@@ -10,7 +10,7 @@ from schoenbat.baselines.baseline import Baseline
 from schoenbat.baselines.linear_attention import weighted_sums, with_ones
 from schoenbat.baselines.masking import hide, present
 from schoenbat.options import MOST, check_count, check_seed
-from schoenbat.precision import refuse_half
+from schoenbat.precision import refuse_half, without_autocast
 
 # The denominator's floor is exp(−2/σ²) a key, but not less than this: a small σ would leave no floor.
 _LOWEST_EXPONENT = -10.0
@@ -83,7 +83,7 @@ class RFA(Baseline):
             raise ValueError(
                 "RFA with gate=True forgets along the sequence: use is_causal=True or gate=False"
             )
-        with torch.autocast(query.device.type, enabled=False):
+        with without_autocast(query):
             is_real = present(key, key_mask)[:, None, :, None]
             query, key, values = hide(query, query_mask), hide(key, key_mask), hide(value, key_mask)
             weight, log_decay = self._weigh(key, is_real)

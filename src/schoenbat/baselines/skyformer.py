@@ -9,7 +9,7 @@ from schoenbat.baselines.baseline import Baseline
 from schoenbat.baselines.landmarks import newton_schulz, segments, take
 from schoenbat.baselines.masking import hide, present
 from schoenbat.options import MOST, check_count, check_number, check_seed
-from schoenbat.precision import refuse_half
+from schoenbat.precision import refuse_half, without_autocast
 
 
 class Skyformer(Baseline):
@@ -75,7 +75,7 @@ class Skyformer(Baseline):
         query_mask: Tensor | None,
         is_causal: bool,
     ) -> Tensor:
-        with torch.autocast(query.device.type, enabled=False):
+        with without_autocast(query):
             query, key, values = hide(query, query_mask), hide(key, key_mask), hide(value, key_mask)
             scale = self.head_dim**-0.25
             is_query, is_key = present(query, query_mask), present(key, key_mask)

@@ -13,6 +13,7 @@ from schoenbat.kernels import kernel
 from schoenbat.learned_scale import scale_of
 from schoenbat.normalization import PostSBN, PreSBN
 from schoenbat.options import check_count, check_number
+from schoenbat.precision import without_autocast
 
 
 class Softmax(Baseline):
@@ -166,7 +167,7 @@ def _form_scores(
 ) -> Tensor:
     """The formula as it stands, in float32 at least."""
     dtype = torch.promote_types(value.dtype, torch.float32)
-    with torch.autocast(value.device.type, enabled=False):
+    with without_autocast(value):
         scores = query.to(dtype) @ key.to(dtype).mT * scale
         if visible is not None:
             # Of all equal scores comes no NaN, as it would of -inf alone.
