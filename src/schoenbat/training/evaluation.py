@@ -6,36 +6,56 @@ from torch import nn
 
 from schoenbat.training.batches import DeviceSplit
 from schoenbat.training.interruption import Interrupted, StopRequest
+from schoenbat.training.replay import Replayed
 
 
-@torch.no_grad()
-def accuracy(
-    fabric: Fabric,
-    model: nn.Module,
-    split: DeviceSplit,
-    batch_size: int,
-    stop: StopRequest | None = None,
-) -> float:
+class Evaluation:
     """The share of right answers over all devices, in eval mode.
 
-    Raises:
-        Interrupted: if ``stop`` is given and arrives.
+    Args:
+        fabric: devices and precision.
+        model: set up by ``fabric``.
+        split: the examples.
+        batch_size: of each device.
     """
-    inside = torch.arange(batch_size, device=fabric.device)
-    right = torch.zeros((), dtype=torch.int64, device=fabric.device)
-    was_training = model.training
-    model.eval()
-    # Every batch is full, so that no shape is new: the last one begins again at the front, uncounted. All
-    # devices run as many: they may have to put their weights together for each.
-    for first in range(0, len(split), fabric.world_size * batch_size):
-        start = first + fabric.global_rank * batch_size
-        if stop:
-            raise Interrupted(f"stopped while testing, at example {start:,} of {len(split):,}", stop.number)
-        index = start + inside
-        batch = split.batch(index % len(split))
-        answers = model(batch.tokens, batch.mask).argmax(-1)
-        right += ((answers == batch.labels) & (index < len(split))).sum()
-    model.train(was_training)
-    if fabric.world_size > 1:
-        torch.distributed.all_reduce(right)
-    return right.item() / max(1, len(split))
+
+    def __init__(self, fabric: Fabric, model: nn.Module, split: DeviceSplit, batch_size: int) -> None:
+        self.fabric, self.model, self.split = fabric, model, split
+        self.stride = fabric.world_size * batch_size
+        self.inside = torch.arange(batch_size, device=fabric.device) + fabric.global_rank * batch_size
+        self.first = torch.zeros(1, dtype=torch.int64, device=fabric.device)
+        self.right = torch.zeros((), dtype=torch.int64, device=fabric.device)
+        self._count = Replayed(
+            self._count_batch, captures=fabric.device.type == "cuda" and fabric.world_size == 1
+        )
+
+    @torch.no_grad()
+    def accuracy(self, stop: StopRequest | None = None) -> float:
+        """The share of right answers.
+
+        Raises:
+            Interrupted: if ``stop`` is given and arrives.
+        """
+        self.first.zero_()
+        self.right.zero_()
+        was_training = self.model.training
+        self.model.eval()
+        # All devices run as many batches: they may have to put their weights together for each.
+        for first in range(0, len(self.split), self.stride):
+            if stop:
+                raise Interrupted(
+                    f"stopped while testing, at example {first:,} of {len(self.split):,}", stop.number
+                )
+            self._count()
+        self.model.train(was_training)
+        if self.fabric.world_size > 1:
+            torch.distributed.all_reduce(self.right)
+        return self.right.item() / max(1, len(self.split))
+
+    def _count_batch(self) -> None:
+        # Every batch is full, so that no shape is new: the last one begins again at the front, uncounted.
+        index = self.first + self.inside
+        batch = self.split.batch(index % len(self.split))
+        answers = self.model(batch.tokens, batch.mask).argmax(-1)
+        self.right += ((answers == batch.labels) & (index < len(self.split))).sum()
+        self.first += self.stride

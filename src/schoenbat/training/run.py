@@ -16,7 +16,7 @@ from schoenbat.normalization import synchronize_statistics
 from schoenbat.training import checkpoint, shards
 from schoenbat.training.batches import DeviceSplit, batch_order
 from schoenbat.training.classifier import Classifier
-from schoenbat.training.evaluation import accuracy
+from schoenbat.training.evaluation import Evaluation
 from schoenbat.training.interruption import Interrupted, StopRequest
 from schoenbat.training.log import RunLog
 from schoenbat.training.options import RunOptions
@@ -172,6 +172,10 @@ class Run:
             torch.tensor(rates, device=device),
             protocol.clip_value,
         )
+        self.evaluations = {
+            name: Evaluation(fabric, self.model, self.splits[name], protocol.batch_size)
+            for name in ("validation", "test")
+        }
 
     def train(self) -> None:
         """All steps that are left."""
@@ -254,7 +258,7 @@ class Run:
         """The share of right answers on a split."""
         # Of several devices none may leave the others waiting.
         stop = stop if self.fabric.world_size == 1 else None
-        return accuracy(self.fabric, self.model, self.splits[split], self.protocol.batch_size, stop)
+        return self.evaluations[split].accuracy(stop)
 
     def _asked_to_stop(self) -> bool:
         return any_process(self.fabric, bool(self.stop))

@@ -3,7 +3,6 @@
 Which batch and which learning rate come next stand in tensors; nothing is read back while steps run.
 """
 
-import warnings
 from typing import Any, NamedTuple
 
 import torch
@@ -14,9 +13,7 @@ from torch.nn import functional as F
 from schoenbat.training.batches import DeviceSplit
 from schoenbat.training.failure import explain_failure
 from schoenbat.training.processes import local
-
-# Steps that run one kernel at a time before a graph is captured: libraries set themselves up in them.
-EAGER_STEPS = 3
+from schoenbat.training.replay import Replayed
 
 
 class Tally(NamedTuple):
@@ -62,9 +59,8 @@ class TrainingStep:
         unwrapped: Any = getattr(optimizer, "optimizer", optimizer)
         unwrapped.found_inf = self.failed
         self.learning_rate = optimizer.param_groups[0]["lr"]
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._eager_steps = 0
-        self.captures = device.type == "cuda" and fabric.world_size == 1
+        self.run = Replayed(self._step, captures=device.type == "cuda" and fabric.world_size == 1)
+        """Run the next step."""
 
     def counters(self) -> dict[str, Tensor]:
         """What a checkpoint must hold of the step itself: sums over all devices, which all call."""
@@ -77,18 +73,6 @@ class TrainingStep:
 
     def _sums(self) -> dict[str, Tensor]:
         return {"loss_sum": self.loss_sum, "num_right": self.num_right, "num_seen": self.num_seen}
-
-    def run(self) -> None:
-        """Run the next step."""
-        if self._graph is not None:
-            self._graph.replay()
-        elif not self.captures:
-            self._step()
-        elif self._eager_steps < EAGER_STEPS:
-            self._run_aside()
-        else:
-            self._capture()
-            self.run()
 
     def tally(self) -> Tally:
         """What happened on all devices since the last call; waits for them.
@@ -144,30 +128,7 @@ class TrainingStep:
         self.failed_at.copy_(torch.where(first, self.position, self.failed_at))
         self.failed.copy_(torch.maximum(self.failed, bad))
 
-    def _run_aside(self) -> None:
-        """A step on a stream of its own, as CUDA asks for before a capture."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self._step()
-        torch.cuda.current_stream().wait_stream(stream)
-        self._eager_steps += 1
-
-    def _capture(self) -> None:
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        try:
-            with torch.cuda.graph(graph):
-                self._step()
-        except RuntimeError as error:
-            # Some attentions read a number back from the device; they run one kernel at a time.
-            self.captures = False
-            warnings.warn(f"steps run without a CUDA graph: {str(error).splitlines()[0]}", stacklevel=2)
-            torch.cuda.synchronize()
-            return
-        self._graph = graph
-
     @property
     def captured(self) -> bool:
         """Whether a CUDA graph runs the steps."""
-        return self._graph is not None
+        return self.run.captured
