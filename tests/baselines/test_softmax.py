@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from oracle import gradients
 
 from schoenbat import SchoenbAt
@@ -51,6 +52,33 @@ def test_equals_the_formula(naive, num_queries, is_causal, masked, window):
     attention = Softmax(4, 2, naive=naive, window=window)
     output = attention(query, key, value, key_mask=KEY_MASK if masked else None, is_causal=is_causal)
     torch.testing.assert_close(output, written_out(query, key, value, visible))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("scale", [0.0, 1e-5, 1e-3, 30.0])
+def test_masked_keys_weigh_nothing_at_any_scale(is_causal, scale):
+    query, key, value = inputs(6)
+    attention = Softmax(4, 2, scale=scale)
+    loud = torch.where(KEY_MASK[:, None, :, None], value, 1e6)
+    output = attention(query, key, loud, key_mask=KEY_MASK, is_causal=is_causal)
+    visible = KEY_MASK[:, None, None] & (torch.ones(6, 6).tril().bool() if is_causal else True)
+    logits = (scale * query @ key.mT).masked_fill(~visible, -torch.inf)
+    torch.testing.assert_close(output, logits.softmax(-1).nan_to_num(0.0) @ value)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_kernels_get_no_mask(monkeypatch, is_causal):
+    """The fastest of them take none, and one for each query and key would be larger than all else."""
+    given, attend = [], F.scaled_dot_product_attention
+
+    def noted(*rows, **options):
+        given.append(options.get("attn_mask"))
+        return attend(*rows, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
+    query, key, value = inputs(6)
+    Softmax(4, 2)(query, key, value, key_mask=KEY_MASK, is_causal=is_causal)
+    assert given == [None]
 
 
 @pytest.mark.parametrize("naive", [False, True])

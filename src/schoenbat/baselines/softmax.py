@@ -15,6 +15,11 @@ from schoenbat.normalization import PostSBN, PreSBN
 from schoenbat.options import check_count, check_number
 from schoenbat.precision import without_autocast
 
+# A logit of which softmax makes zero beside any other, and which float16 can hold.
+_HIDDEN = -1e4
+# From this scale on, what makes such a logit of a query's channel is in the range of float16, too.
+_LEAST_SCALE = 1e-4
+
 
 class Softmax(Baseline):
     """``softmax(Q Kᵀ / √d) V`` by ``F.scaled_dot_product_attention``.
@@ -105,11 +110,14 @@ class Softmax(Baseline):
         if self.naive:
             visible = self._visible(lengths, key_mask, is_causal, key.device)
             output = checkpoint(_form_scores, query, key, value, visible, scale, rate, use_reentrant=False)
-        elif key_mask is None and self.window is None and is_causal and lengths[0] == lengths[1]:
-            # Said so, the kernels skip the future instead of reading a mask.
-            output = F.scaled_dot_product_attention(
-                query, key, value, is_causal=True, scale=scale, dropout_p=rate
-            )
+        elif self.window is None and (not is_causal or lengths[0] == lengths[1]) and scale >= _LEAST_SCALE:
+            # The fastest kernels take no mask, and skip the future where they are told so.
+            rows = query, key, value
+            if key_mask is not None:
+                rows = hide_keys(*rows, key_mask, scale)
+            output = F.scaled_dot_product_attention(*rows, is_causal=is_causal, scale=scale, dropout_p=rate)[
+                ..., : value.shape[-1]
+            ]
         else:
             visible = self._visible(lengths, key_mask, is_causal, key.device)
             output = attend_visible(query, key, value, visible, scale, rate)
@@ -138,6 +146,20 @@ class Softmax(Baseline):
             options |= {"qk_norm": self.query_norm.mode, "scale": scale}
         options |= {} if self.window is None else {"window": str(self.window)}
         return super().extra_repr() + "".join(f", {name}={value}" for name, value in options.items() if value)
+
+
+def hide_keys(
+    query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows with some channels more, in which masked keys get logits so low that they weigh nothing.
+
+    As many channels as make widths multiples of 8, which kernels want. Values that are masked must be zeros:
+    a row that sees no other key gets a mean of these.
+    """
+    more = 8 - query.shape[-1] % 8
+    hidden = torch.zeros_like(key[..., :1]).masked_fill(~key_mask[:, None, :, None], _HIDDEN)
+    key = torch.cat([key, hidden.expand(*key.shape[:-1], more)], dim=-1)
+    return F.pad(query, (0, more), value=1.0 / scale), key, F.pad(value, (0, more))
 
 
 def attend_visible(
