@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.export import Dim
 from torch.utils.checkpoint import checkpoint
 
-from schoenbat import MaclaurinFeatures, MultiheadSchoenbAt, SchoenbAt, reseed
+from schoenbat import MaclaurinFeatures, MultiheadSchoenbAt, SchoenbAt, kernelized_attention, reseed
 
 HEADS, WIDTH, LENGTH = 2, 6, 20
 
@@ -62,6 +62,25 @@ def test_an_exported_multihead_module():
     exported = torch.export.export(module, (x, x, x), dynamic_shapes=of_length(1)).module()
     y = torch.randn(3, 150, HEADS * WIDTH)
     torch.testing.assert_close(exported(y, y, y)[0], module(y, y, y)[0])
+
+
+class Exact(nn.Module):
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return kernelized_attention(query, key, value)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [make(), make(window=3), make(window=3, separate_maps=True), Exact()],
+    ids=["", "w", "maps", "exact"],
+)
+def test_what_is_exported_leaves_autocast(module):
+    """As the module itself does: what is cast is the rows that go in."""
+    arguments = tuple(x.bfloat16().float() for x in inputs())
+    exported = torch.export.export(Fixed(module), arguments).module()
+    with torch.autocast("cpu", torch.bfloat16):
+        got = exported(*arguments)
+    torch.testing.assert_close(got, Fixed(module)(*arguments))
 
 
 @pytest.mark.parametrize("is_causal", [False, pytest.param(True, marks=pytest.mark.slow)])

@@ -10,8 +10,10 @@ from torch import Tensor
 def without_autocast(like: Tensor) -> AbstractContextManager[object]:
     """While inside, nothing is cast on its own on the device of `like`."""
     device = like.device.type
-    # Where it is off anyhow, to turn it off would still take microseconds.
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+    # Where it is off anyhow, to turn it off would still take microseconds. A program that is exported now may
+    # run where it is on.
+    is_off = not torch.is_autocast_enabled(device) and not torch.compiler.is_exporting()
+    return nullcontext() if is_off else torch.autocast(device, enabled=False)
 
 
 def refuse_half(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

@@ -29,6 +29,11 @@ def _(grad, x, y, others):
     return [torch.empty_like(x) for _ in range(3)]
 
 
+@direct_operator("test_square")
+def square(x: torch.Tensor) -> list[torch.Tensor]:
+    return [x @ x]
+
+
 def _context(ctx, inputs, output):
     x, y, others = inputs
     ctx.save_for_backward(x, y, *others)
@@ -110,7 +115,33 @@ def test_a_profiler_shows_its_name():
 
 
 def test_nothing_is_cast_inside():
-    x, y, other = draw()
     with torch.autocast("cpu", torch.bfloat16):
-        out, _ = product(x, y, [other.detach()])
+        (out,) = square(torch.eye(3))
+        assert torch.mm(torch.eye(3), torch.eye(3)).dtype == torch.bfloat16
     assert out.dtype == torch.float32
+
+
+def test_plain_tensors_go_around_the_operator(monkeypatch):
+    x, y, other = draw()
+
+    def refuse(*args):
+        raise AssertionError("called the operator")
+
+    monkeypatch.setattr(product, "operator", refuse)
+    out = product(x, y, [other.detach()])[0]
+    assert out.grad_fn.name() == "test_productBackward"
+    with torch.no_grad():
+        product(x, y, [other])
+    for others in ([other], (other,)):  # a member that wants a gradient
+        with pytest.raises(AssertionError, match="called the operator"):
+            product(x, y, others)
+    with pytest.raises(AssertionError, match="called the operator"):
+        product(torch.nn.Parameter(x.detach()), y, [other.detach()])
+
+
+def test_outputs_can_be_changed_in_place():
+    x, y, other = draw()
+    out = product(x, y, [other.detach()])[0]
+    out.mul_(2)
+    (grad,) = torch.autograd.grad(out.sum(), x)
+    torch.testing.assert_close(grad, 2 * (y * other).detach())

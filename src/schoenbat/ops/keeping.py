@@ -14,7 +14,11 @@ def is_concrete(*tensors: Tensor) -> bool:
     """Whether tensors hold values now: none that a compiler traces, or a transform or a mode wraps."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
-    return not _len_torch_dispatch_stack() and all(type(t) is Tensor for t in tensors)
+    return not _len_torch_dispatch_stack() and all(map(_is_plain, tensors))
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) is Tensor and not torch._C._functorch.is_legacy_batchedtensor(tensor)
 
 
 def may_reuse(*tensors: Tensor) -> bool:

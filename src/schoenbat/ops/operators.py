@@ -31,6 +31,7 @@ class DirectOperator:
 
     def __init__(self, name: str, function: Callable[..., list[Tensor]]) -> None:
         self.operator, self._function = _custom_op(name, function), _named(name, function)
+        self._name = name
         self._recorded: type[torch.autograd.Function] | None = None
 
     def register_fake(self, fake: Callable[..., list[Tensor]]) -> None:
@@ -38,11 +39,12 @@ class DirectOperator:
 
     def register_autograd(self, backward: Callable[..., Any], *, setup_context: Callable[..., None]) -> None:
         self.operator.register_autograd(backward, setup_context=setup_context)
-        self._recorded = _recorded(self._function, backward, setup_context)
+        self._recorded = _recorded(self._name, self._function, backward, setup_context)
 
     def __call__(self, *args: Any) -> list[Tensor]:
         tensors = [x for x in args if isinstance(x, Tensor)]
-        members = [x for given in args if isinstance(given, list) for x in given if isinstance(x, Tensor)]
+        lists = [x for x in args if isinstance(x, list | tuple)]
+        members = [x for given in lists for x in given if isinstance(x, Tensor)]
         if not is_concrete(*tensors, *members) or torch.jit.is_tracing():
             return self.operator(*args)
         if not (torch.is_grad_enabled() and _any_requires_grad([*tensors, *members])):
@@ -84,21 +86,22 @@ def _alone(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _recorded(
-    function: Callable[..., list[Tensor]], backward: Callable[..., Any], setup_context: Callable[..., None]
+    name: str,
+    function: Callable[..., list[Tensor]],
+    backward: Callable[..., Any],
+    setup_context: Callable[..., None],
 ) -> type[torch.autograd.Function]:
     """The function as autograd records it, with the gradients that its operator has."""
 
-    class Recorded(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
-            output = function(*args)
-            setup_context(ctx, args, output)
-            return tuple(output)
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
+        output = function(*args)
+        setup_context(ctx, args, output)
+        return tuple(output)
 
-        @staticmethod
-        def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-            # Members of lists get no gradient here. Under create_graph it is operators without a derivative
-            # that are called: a second one raises.
-            return tuple(None if isinstance(x, list) else x for x in backward(ctx, list(grads)))
+    def gradient(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        # Members of lists get no gradient here. Under create_graph it is operators without a derivative that
+        # are called: a second one raises.
+        return tuple(None if isinstance(x, list | tuple) else x for x in backward(ctx, list(grads)))
 
-    return Recorded
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(gradient)}
+    return type(name, (torch.autograd.Function,), methods)  # autograd's nodes are called by its name

@@ -85,7 +85,8 @@ def signature(kernel, constants, dtype):
             continue
         if name.startswith("p_"):
             decoding = kernel in (decode.step, decode_window.step)  # with a map and sums in float32
-            partial = decoding or kernel in (bidirectional_sums.summarize, causal_sums.accumulate)
+            summing = bidirectional_sums.summarize, causal_sums.accumulate, causal_sums.scan
+            partial = decoding or kernel in summing
             rows = name in ROWS - ({"p_tiles"} if decoding else set())
             rows = rows or (name in {"p_sums", "p_dsums"} and not partial)
             types[name] = f"*{INTEGERS.get(name, dtype if rows else 'fp32')}"
@@ -137,6 +138,9 @@ def constants_for(width, quadratic, tiles, parts):
         "IS_CAUSAL": False,
         "SEPARATE": False,
         "OVERLAPS": True,
+        "ROWS": 64,
+        "COLUMNS": 16,
+        "AFTER": True,
         "DIM": width,
         "DV": width,
         "BLOCK_D": width,
@@ -162,8 +166,13 @@ def attention_cases():
             yield bidirectional, name, dtype, width, quadratic, tiles
         if dtype == torch.float32:
             continue
+        if quadratic and width == 64:
+            for name in ("finish", "finish_backward"):
+                yield bidirectional_sums, name, dtype, width, quadratic, tiles
         tiles = causal_tiles_for(dtype, width, width, quadratic)
         yield causal_sums, "accumulate", dtype, width, quadratic, tiles
+        if quadratic and width == 64:
+            yield causal_sums, "scan", dtype, width, quadratic, tiles
         yield causal, "read", dtype, width, quadratic, tiles_of_read(tiles, several=False)
         if quadratic and width == 64:
             yield causal, "read", dtype, width, quadratic, tiles_of_read(tiles, several=True)

@@ -54,6 +54,12 @@ def test_a_program_gives_several_tiles_of_outputs(few_programs, queries):
     assert_close_to_specification(features, tensors, torch.tensor([1.3]), **options)
 
 
+def test_linear_features_may_differ_in_weight():
+    features = make_map("exact-low", 16, 40, dtype=torch.float32, device=DEVICE)
+    features.feature_weights[1:17] *= torch.linspace(0, 2, 16, device=DEVICE)
+    assert_close_to_specification(features, draw(40, 40), torch.tensor([1.3]), is_causal=True)
+
+
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (17, 63), (63, 17)])
 def test_the_last_query_is_beside_the_last_key(queries, keys):
     features = make_map("exact-low", 16, 40, dtype=torch.float32, device=DEVICE)
@@ -344,7 +350,9 @@ def test_compiles_to_one_graph(construction):
 @pytest.mark.parametrize("construction", ["exact-low", "unbiased"])
 def test_a_graph_of_it_replays(construction):
     features = make_map(construction, 64, 128, dtype=torch.float32, device=DEVICE)
-    tensors = [x.to(DEVICE).requires_grad_() for x in draw(500, 500, heads=4, dim=64, dtype=torch.bfloat16)]
+    # So long that a program gives several tiles of outputs.
+    tensors = draw(9000, 9000, heads=4, dim=64, dtype=torch.bfloat16)
+    tensors = [x.to(DEVICE).requires_grad_() for x in tensors]
     assert_a_graph_replays(lambda: rmfa(*tensors, features, is_causal=True), tensors)
 
 

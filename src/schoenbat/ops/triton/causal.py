@@ -78,7 +78,7 @@ def read(
     i_state = i_bh // GROUPS
     first: tl.constexpr = IDENTITY * BLOCK_D
     num_features = first + num_groups * GROUP
-    o_n = tl.arange(0, BLOCK)
+    o_d, o_n = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK)
     p_query += i_b.to(tl.int64) * stride_qb + i_h.to(tl.int64) * stride_qh
     p_key += i_b.to(tl.int64) * stride_kb + (i_h // GROUPS).to(tl.int64) * stride_kh
     p_value += i_b.to(tl.int64) * stride_vb + (i_h // GROUPS).to(tl.int64) * stride_vh
@@ -92,9 +92,6 @@ def read(
     earlier = earlier_keys(p_earlier, i_b, HAS_STATE)
     m_causal = o_n[:, None] >= o_n[None, :]
     dtype = p_query.dtype.element_ty
-    linear = 0.0
-    if IDENTITY:
-        linear = tl.load(p_linear)  # identity features have one weight
     if SINGLE:
         b_left, b_right = directions(p_tiles, 0, BLOCK_D, GROUP), directions(p_tiles, 1, BLOCK_D, GROUP)
         b_weight = tl.load(p_root + tl.arange(0, GROUP))
@@ -123,17 +120,18 @@ def read(
         b_keys = vector(p_near_x + i_row * BLOCK_D, p_far_x + i_far * BLOCK_D, 0, BLOCK_D)
         b_logit = (b_logit + tl.sum(b_q.to(tl.float32) * b_keys[None, :], axis=1)) * scale
 
-        # Scores inside the tile, and what is read from the sums. Without barriers the compiler would keep the factors of
-        # queries and keys at once, which do not fit the registers; with them it would not load a tile ahead.
+        # Scores inside the tile, and what is read from the sums.
         b_scores = tl.zeros([BLOCK, BLOCK], tl.float32)
         b_numerator = tl.zeros([BLOCK, BLOCK_V], tl.float32)
         b_total = tl.zeros([BLOCK], tl.float32)
         if IDENTITY:
-            b_scores += b_logits * (linear * linear * scale * KEY_SCALE)
-            b_s1 = state(p_near_sums, p_far_sums, near, far, 0, BLOCK_D, BLOCK_V) * (linear * scale)
-            b_numerator += tl.dot(b_q, b_s1.to(dtype), input_precision=PRECISION)
-            b_z1 = vector(p_near_total, p_far_total, 0, BLOCK_D) * (linear * scale)
-            b_total += tl.sum(b_q.to(tl.float32) * b_z1[None, :], axis=1)
+            b_root = tl.load(p_linear + o_d)[None, :]
+            b_linear = b_q.to(tl.float32) * (b_root * scale)
+            b_total += tl.sum(b_linear * vector(p_near_total, p_far_total, 0, BLOCK_D)[None, :], axis=1)
+            b_s1 = state(p_near_sums, p_far_sums, near, far, 0, BLOCK_D, BLOCK_V)
+            b_numerator += tl.dot(b_linear.to(dtype), b_s1.to(dtype), input_precision=PRECISION)
+            b_linear_k = (b_k.to(tl.float32) * (b_root * KEY_SCALE)).to(dtype)
+            b_scores += tl.dot(b_linear.to(dtype), tl.trans(b_linear_k), input_precision=PRECISION)
         if SINGLE:
             b_phi_k = pairs(b_k, b_left, b_right, b_weight, KEY_SCALE, PRECISION).to(dtype)
             b_phi_q = pairs(b_q, b_left, b_right, b_weight, scale, PRECISION)
@@ -146,6 +144,8 @@ def read(
                 b_phi_k = evaluate(
                     b_k, KEY_SCALE, i_group, p_tiles, p_root, p_degrees, p_first, QUADRATIC, BLOCK, BLOCK_D, GROUP, PRECISION
                 ).to(dtype)  # fmt: skip
+                # Else the compiler would keep the factors of queries and keys at once, which do not fit the registers. Where a
+                # program has several tiles, barriers would keep it from loading one ahead.
                 if QUADRATIC:
                     tl.debug_barrier()
                 b_phi_q = evaluate(

@@ -206,7 +206,7 @@ def read(
 ) -> Tensor:
     """Each query row's output."""
     q, tiles = as_rows(query), shape.tiles(plan)
-    out = q.new_empty(*q.shape[:-1], shape.value_dim)
+    out = query.new_empty(*query.shape[:-1], shape.value_dim)
     if out.numel():
         splits, tiles_each = split(_row_tiles(q, tiles), q.shape[0] * q.shape[1], tiles)
         bidirectional.read[(splits * q.shape[0] * q.shape[1],)](
@@ -219,7 +219,7 @@ def read(
             **shape.constants(plan, tiles),
             **overlapping(q),
         )
-    return out.view(*query.shape[:-1], shape.value_dim)
+    return out
 
 
 def read_backward(

@@ -25,6 +25,9 @@ from schoenbat.ops.triton.launch import tiles_for as bidirectional_tiles
 from schoenbat.ops.triton.plan import Plan
 from schoenbat.ops.triton.state import empty_state, lay_out, roots, take_out
 
+# Of outputs, to a program: more gain nothing, and leave multiprocessors without work where heads are many.
+_MOST_TILES = 8
+
 
 def tiles_for(dtype: torch.dtype, block_d: int, block_v: int, quadratic: int) -> Tiles:
     """As in `launch`, but for pairs in float32, which spill kilobytes with one stage, and by width.
@@ -139,13 +142,14 @@ def attend(
     axis = Axis.of(q.shape[-2], k.shape[-2], shape, plan)
     before = lay_out(state, roots(shape, plan), shape, plan) if state else None
     sums, _ = sums_along(k, v, mask, None, before, count, shape, plan, axis, None, key_scale, unit)
-    out = q.new_empty(*q.shape[:-1], shape.value_dim)
+    out = query.new_empty(*query.shape[:-1], shape.value_dim)
     by_row = [q.new_empty(q.shape[:-1], dtype=torch.float32) for _ in range(3)]
     if out.numel():
         heads, several = q.shape[0] * q.shape[1], reads_several(axis.tiles, plan)
         programs, each = axis.programs(axis.first_query, 1)[0], 1
         if several:
-            programs, each = split(programs, heads, axis.tiles)
+            each = min(_MOST_TILES, split(programs, heads, axis.tiles)[1])
+            programs = cdiv(programs, each)
         causal.read[(programs * heads,)](
             *(q, k, v, flat(mask, k), _counts(mask, axis, k), query_scale),
             *(per_map(coefficients, plan), out, *by_row, *sums, _earlier(count, k)),
@@ -168,7 +172,7 @@ def attend(
             CHUNK=axis.chunk,
             **shape.constants(plan, tiles_of_read(axis.tiles, several)),
         )
-    return [out.view(*query.shape[:-1], shape.value_dim), *by_row, *sums]
+    return [out, *by_row, *sums]
 
 
 def attend_backward(

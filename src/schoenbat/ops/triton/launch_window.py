@@ -139,15 +139,15 @@ def attend(
     """
     call, rows = Call.of(query, value, plan, near), Rows.of(query, key, value, far)
     sums = _sums(rows.far_key, rows.value, mask, None, call, None, key_scale)
-    out = rows.query.new_empty(*rows.query.shape[:-1], call.shape.value_dim)
-    by_row = [out.new_empty(out.shape[:-1], dtype=torch.float32) for _ in range(4)]
+    out = query.new_empty(*query.shape[:-1], call.shape.value_dim)
+    by_row = [rows.query.new_empty(rows.query.shape[:-1], dtype=torch.float32) for _ in range(4)]
     window.read[(call.row_tiles * call.heads,)](
         *(*rows, flat(mask, key), _counts(mask, call, key), query_scale, log_weight),
         *(per_map(coefficients, plan), out, *by_row, *sums),
         *(*rows.strides, *call.lengths, key_scale, *map_arguments(plan)),
         **call.constants(mask, far),
     )
-    return [out.view(*query.shape[:-1], call.shape.value_dim), *by_row, *sums]
+    return [out, *by_row, *sums]
 
 
 def attend_backward(

@@ -183,7 +183,8 @@ def take_out(to_tiles: Tensor, places: Tensor) -> Tensor:
 
 
 def _counts(blocks: Blocks) -> tuple[int, int, int, tuple[int, ...]]:
-    return blocks.linear.shape[-1], blocks.quadratic.shape[-1], blocks.num_pairs, blocks.degrees
+    # Numbers under torch.jit.trace, too, where sizes are tensors.
+    return int(blocks.linear.shape[-1]), int(blocks.quadratic.shape[-1]), blocks.num_pairs, blocks.degrees
 
 
 def _cached(make: Callable[..., Any]) -> Callable[..., Any]:
