@@ -358,6 +358,30 @@ def test_post_gradients_in_float64():
     assert torch.autograd.gradcheck(call, (x, post.gamma, post.beta))
 
 
+def test_post_keeps_its_input_alone_for_the_backward_pass():
+    post, x = PostSBN(HEADS, WIDTH), torch.randn(2, HEADS, 9, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        post(x)
+    assert sum(t.nbytes for t in kept) == x.nbytes + post.gamma.nbytes + post.beta.nbytes
+
+
+def test_post_is_the_same_where_pytorch_differentiates_it():
+    post, x = PostSBN(2, 3).double(), torch.randn(2, 2, 4, 3, dtype=torch.float64)
+    with torch.no_grad():
+        post.gamma.mul_(1.3)
+        post.beta.copy_(torch.linspace(-2, 2, 6).view(2, 3))
+    parameters = dict(post.named_parameters())
+
+    def total(parameters, x):
+        return torch.func.functional_call(post, parameters, (x,)).square().sum()
+
+    to_parameters, to_x = torch.func.grad(total, argnums=(0, 1))(parameters, x)
+    x.requires_grad_()
+    grads = torch.autograd.grad(post(x).square().sum(), [x, *parameters.values()])
+    torch.testing.assert_close(grads, (to_x, *(to_parameters[name] for name in parameters)))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_post_computes_in_float32(dtype):
     """Small outputs: 1e-3² is below float16's smallest number, so half precision would lose the ε."""

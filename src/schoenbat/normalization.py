@@ -1,13 +1,15 @@
 """ppSBN: bring rows into the unit ball before the feature map, give the output its scale back after it."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from schoenbat.collectives import WithProcessGroup, check_group, sum_over_ranks
 from schoenbat.inputs import arrange_mask, check_tensors
+from schoenbat.ops.keeping import is_concrete
+from schoenbat.ops.library import as_operators
 from schoenbat.ops.unit_rows import UnitRows
 from schoenbat.options import check_count, check_dtype, check_number
 from schoenbat.precision import refuse_half, without_autocast
@@ -221,10 +223,43 @@ class PostSBN(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         with without_autocast(x):
-            dtype = torch.promote_types(x.dtype, torch.float32)
-            a, gamma, beta = x.to(dtype), self.gamma.to(dtype)[:, None], self.beta.to(dtype).abs()[:, None]
-            if torch.onnx.is_in_onnx_export():  # which knows no hypot
-                size = (a.square() + self.epsilon**2).sqrt()
-            else:
-                size = torch.hypot(a, a.new_full((), self.epsilon))  # whose square may not fit
-            return (gamma * a * size.pow(beta - 1)).to(x.dtype)
+            if is_concrete(x) and as_operators() and torch.is_grad_enabled():
+                return _OddPower.apply(x, self.gamma, self.beta, self.epsilon)
+            return _odd_power(x, self.gamma, self.beta, self.epsilon)
+
+
+def _odd_power(x: Tensor, gamma: Tensor, beta: Tensor, epsilon: float) -> Tensor:
+    """What `PostSBN` gives."""
+    a, _, power = _power(x, beta, epsilon)
+    return (gamma.to(a.dtype)[:, None] * a * power).to(x.dtype)
+
+
+def _power(x: Tensor, beta: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
+    """a in float32 at least, √(a² + ε²), and that to the power |β| − 1."""
+    a = x.to(torch.promote_types(x.dtype, torch.float32))
+    if torch.onnx.is_in_onnx_export():  # which knows no hypot
+        size = (a.square() + epsilon**2).sqrt()
+    else:
+        size = torch.hypot(a, a.new_full((), epsilon))  # whose square may not fit
+    return a, size, size.pow(beta.to(a.dtype).abs()[:, None] - 1)
+
+
+class _OddPower(torch.autograd.Function):
+    """The same, with gradients that start from x alone: what lies between is as large, in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gamma: Tensor, beta: Tensor, epsilon: float) -> Tensor:
+        ctx.save_for_backward(x, gamma, beta)
+        ctx.epsilon = epsilon
+        return _odd_power(x, gamma, beta, epsilon)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, gamma, beta = ctx.saved_tensors
+        a, size, power = _power(x, beta, ctx.epsilon)
+        g = grad.to(a.dtype) * power
+        rows = tuple(d for d in range(x.dim()) if d not in (x.dim() - 3, x.dim() - 1))
+        to_gamma, to_beta = (g * a).sum(rows), (g * a * size.log()).sum(rows) * gamma * beta.sign()
+        exponent = beta.to(a.dtype).abs()[:, None] - 1
+        to_x = g * gamma.to(a.dtype)[:, None] * (1 + exponent * (a / size).square())
+        return to_x.to(x.dtype), to_gamma.to(gamma.dtype), to_beta.to(beta.dtype), None
