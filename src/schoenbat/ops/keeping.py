@@ -12,7 +12,7 @@ _HELD_FOR_GRAPHS: list[object] = []
 
 def is_concrete(*tensors: Tensor) -> bool:
     """Whether tensors hold values now: none that a compiler traces, or a transform or a mode wraps."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._are_functorch_transforms_active():
         return False
     return not _len_torch_dispatch_stack() and all(map(_is_plain, tensors))
 

@@ -45,7 +45,7 @@ class DirectOperator:
         tensors = [x for x in args if isinstance(x, Tensor)]
         lists = [x for x in args if isinstance(x, list | tuple)]
         members = [x for given in lists for x in given if isinstance(x, Tensor)]
-        if not is_concrete(*tensors, *members) or torch.jit.is_tracing():
+        if not is_concrete(*tensors, *members):
             return self.operator(*args)
         if not (torch.is_grad_enabled() and _any_requires_grad([*tensors, *members])):
             return self._function(*args)

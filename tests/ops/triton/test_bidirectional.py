@@ -84,6 +84,18 @@ def test_compiles_to_one_graph(construction, mode):
         assert relative_error(a, b) < TOLERANCE[torch.bfloat16]
 
 
+def test_a_trace_of_it_gives_the_same():
+    """Also where the map has not been laid out before."""
+    features = make_map("exact-low", 16, 40, dtype=torch.float32, device=DEVICE)
+    tensors = tuple(rows(1, 1, 9, 16, seed=i, dtype=torch.float32).to(DEVICE) for i in range(3))
+
+    def call(query, key, value):
+        return rmfa(query, key, value, features, implementation="triton")
+
+    traced = torch.jit.trace(call, tensors, check_trace=False)
+    assert torch.equal(traced(*tensors), call(*tensors))
+
+
 @pytest.mark.gpu
 def test_a_graph_of_it_replays():
     features = make_map("exact-low", 64, 128, dtype=torch.float32, device=DEVICE)

@@ -149,7 +149,7 @@ def make_plan(
         layout.first,
         blocks.identity,
         layout.quadratic,
-        weight.shape[-1],
+        int(weight.shape[-1]),
     )
 
 
