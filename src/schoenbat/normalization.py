@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from schoenbat.collectives import WithProcessGroup, check_group, sum_over_ranks
 from schoenbat.inputs import arrange_mask, check_tensors
 from schoenbat.ops.keeping import is_concrete
-from schoenbat.ops.library import as_operators
+from schoenbat.ops.operators import as_operators
 from schoenbat.ops.unit_rows import UnitRows
 from schoenbat.options import check_count, check_dtype, check_number
 from schoenbat.precision import refuse_half, without_autocast

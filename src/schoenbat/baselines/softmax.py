@@ -114,7 +114,7 @@ class Softmax(Baseline):
             # The fastest kernels take no mask, and skip the future where they are told so.
             rows = query, key, value
             if key_mask is not None:
-                rows = hide_keys(*rows, key_mask, scale)
+                rows = _hide_keys(*rows, key_mask, scale)
             output = F.scaled_dot_product_attention(*rows, is_causal=is_causal, scale=scale, dropout_p=rate)[
                 ..., : value.shape[-1]
             ]
@@ -148,7 +148,7 @@ class Softmax(Baseline):
         return super().extra_repr() + "".join(f", {name}={value}" for name, value in options.items() if value)
 
 
-def hide_keys(
+def _hide_keys(
     query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rows with some channels more, in which masked keys get logits so low that they weigh nothing.

@@ -13,6 +13,7 @@ from schoenbat.ops import eager, eager_causal, fused, library, reference
 from schoenbat.ops.blocks import FeatureMap
 from schoenbat.ops.eager import Summary
 from schoenbat.ops.eager_causal import Before, Inputs, Sums
+from schoenbat.ops.operators import as_operators
 from schoenbat.ops.unit_rows import UnitRows
 
 Implementation = Literal["auto", "reference", "eager", "triton"]
@@ -226,7 +227,7 @@ def _visible(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool) -
 
 def _summarize(key: Tensor, value: Tensor, mask: Tensor | None, feature_map: FeatureMap) -> Summary:
     blocks, scale = feature_map.blocks, feature_map.key_scale
-    if not library.as_operators():
+    if not as_operators():
         return eager.summarize(key, value, mask, blocks, scale)
     return Summary(*library.summarize(key, value, mask, blocks.maps, blocks.layout, scale))
 
@@ -238,7 +239,7 @@ def _read(
     weight = feature_map.weight[:, None, :, None]
     weighted = Summary(weight * summary.feature_value, weight * summary.feature_sum, *summary[2:])
     count = count.to(summary.value_mean.dtype)
-    if not library.as_operators():
+    if not as_operators():
         chunks = eager.read(query, weighted, count, blocks, coefficients, query_scale)
         rows = (torch.addcdiv(summary.value_mean, above, below) for _, above, below in chunks)
         return torch.cat([row.to(query.dtype) for row in rows], dim=-2)
@@ -246,7 +247,7 @@ def _read(
 
 
 def _scan(inputs: Inputs, sums: Sums) -> tuple[Tensor, Sums]:
-    if not library.as_operators():
+    if not as_operators():
         return eager_causal.scan(inputs, sums)
     query, key, value, mask, count, blocks, weight, coefficients, query_scale, key_scale = inputs
     out, *after = library.scan(

@@ -11,23 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from schoenbat.ops import eager, eager_causal
 from schoenbat.ops.blocks import Blocks, Evaluator
 from schoenbat.ops.eager import Summary
 from schoenbat.ops.eager_causal import Inputs, Sums
 from schoenbat.ops.operators import operator
-
-
-def as_operators() -> bool:
-    """Whether a call may be made of operators.
-
-    Not under transforms: an operator has no forward-mode derivative and would give silent zeros. Nor for
-    ONNX, which knows PyTorch's own operators only.
-    """
-    transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-    return not (transformed or torch.onnx.is_in_onnx_export())
 
 
 def _empty_like(*tensors: Tensor) -> list[Tensor]:

@@ -376,7 +376,7 @@ class Run:
             data=self.task.fingerprint,
             revision=revision(),
             citations=self._citation_floor(),
-            captured=self.training_step.captured,
+            captured=self.training_step.run.captured,
         )
 
     def _citation_floor(self) -> float | None:

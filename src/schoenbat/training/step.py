@@ -127,8 +127,3 @@ class TrainingStep:
         first = (self.failed == 0) & (bad > 0)
         self.failed_at.copy_(torch.where(first, self.position, self.failed_at))
         self.failed.copy_(torch.maximum(self.failed, bad))
-
-    @property
-    def captured(self) -> bool:
-        """Whether a CUDA graph runs the steps."""
-        return self.run.captured

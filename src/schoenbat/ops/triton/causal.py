@@ -126,6 +126,7 @@ def read(
         b_total = tl.zeros([BLOCK], tl.float32)
         if IDENTITY:
             b_root = tl.load(p_linear + o_d)[None, :]
+            # Rows are weighted, not the sums: one vector in one layout serves both sides.
             b_linear = b_q.to(tl.float32) * (b_root * scale)
             b_total += tl.sum(b_linear * vector(p_near_total, p_far_total, 0, BLOCK_D)[None, :], axis=1)
             b_s1 = state(p_near_sums, p_far_sums, near, far, 0, BLOCK_D, BLOCK_V)
