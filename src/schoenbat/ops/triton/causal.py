@@ -92,6 +92,11 @@ def read(
     earlier = earlier_keys(p_earlier, i_b, HAS_STATE)
     m_causal = o_n[:, None] >= o_n[None, :]
     dtype = p_query.dtype.element_ty
+    if IDENTITY:
+        # Linear features as they are drawn have one weight: the logits are their scores, but for a factor.
+        linear = tl.load(p_linear)
+        b_others = tl.load(p_linear + o_d, mask=o_d < DIM, other=linear)
+        is_even = tl.max(tl.abs(b_others - linear), axis=0) == 0.0
     if SINGLE:
         b_left, b_right = directions(p_tiles, 0, BLOCK_D, GROUP), directions(p_tiles, 1, BLOCK_D, GROUP)
         b_weight = tl.load(p_root + tl.arange(0, GROUP))
@@ -131,8 +136,11 @@ def read(
             b_total += tl.sum(b_linear * vector(p_near_total, p_far_total, 0, BLOCK_D)[None, :], axis=1)
             b_s1 = state(p_near_sums, p_far_sums, near, far, 0, BLOCK_D, BLOCK_V)
             b_numerator += tl.dot(b_linear.to(dtype), b_s1.to(dtype), input_precision=PRECISION)
-            b_linear_k = (b_k.to(tl.float32) * (b_root * KEY_SCALE)).to(dtype)
-            b_scores += tl.dot(b_linear.to(dtype), tl.trans(b_linear_k), input_precision=PRECISION)
+            if is_even:
+                b_scores += b_logits * (linear * linear * scale * KEY_SCALE)
+            else:
+                b_linear_k = (b_k.to(tl.float32) * (b_root * KEY_SCALE)).to(dtype)
+                b_scores += tl.dot(b_linear.to(dtype), tl.trans(b_linear_k), input_precision=PRECISION)
         if SINGLE:
             b_phi_k = pairs(b_k, b_left, b_right, b_weight, KEY_SCALE, PRECISION).to(dtype)
             b_phi_q = pairs(b_q, b_left, b_right, b_weight, scale, PRECISION)
