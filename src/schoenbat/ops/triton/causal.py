@@ -6,7 +6,7 @@ What the kernels compute is in `causal_sums`. Names are those of `features`; m_ 
 import triton
 import triton.language as tl
 
-from schoenbat.ops.triton.causal_sums import LENGTHS, earlier_keys, normaliser, seen, shares, state, vector
+from schoenbat.ops.triton.causal_sums import GENERAL, earlier_keys, normaliser, seen, shares, state, vector
 from schoenbat.ops.triton.features import directions, evaluate, evaluate_backward, linear_scores, pairs
 from schoenbat.ops.triton.rows import (
     LOWEST_EXPONENT,
@@ -56,7 +56,7 @@ def _read_group(
     return b_scores, b_numerator, b_total
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@triton.jit(do_not_specialize=GENERAL)
 def read(
     p_query, p_key, p_value, p_mask, p_count, p_scale, p_coefficients, p_out, p_inverse, p_constant, p_slope,
     p_near, p_near_totals, p_near_x, p_near_rows, p_far, p_far_totals, p_far_x, p_far_rows, p_earlier,
@@ -92,7 +92,8 @@ def read(
     earlier = earlier_keys(p_earlier, i_b, HAS_STATE)
     m_causal = o_n[:, None] >= o_n[None, :]
     dtype = p_query.dtype.element_ty
-    if IDENTITY:
+    is_even = False
+    if SINGLE:
         # Linear features as they are drawn have one weight: the logits are their scores, but for a factor.
         linear = tl.load(p_linear)
         b_others = tl.load(p_linear + o_d, mask=o_d < DIM, other=linear)
@@ -136,7 +137,7 @@ def read(
             b_total += tl.sum(b_linear * vector(p_near_total, p_far_total, 0, BLOCK_D)[None, :], axis=1)
             b_s1 = state(p_near_sums, p_far_sums, near, far, 0, BLOCK_D, BLOCK_V)
             b_numerator += tl.dot(b_linear.to(dtype), b_s1.to(dtype), input_precision=PRECISION)
-            if is_even:
+            if SINGLE and is_even:
                 b_scores += b_logits * (linear * linear * scale * KEY_SCALE)
             else:
                 b_linear_k = (b_k.to(tl.float32) * (b_root * KEY_SCALE)).to(dtype)
@@ -241,7 +242,7 @@ def _query_pair(
     return b_dx
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@triton.jit(do_not_specialize=GENERAL)
 def query_backward(
     p_query, p_key, p_value, p_mask, p_count, p_scale, p_coefficients, p_grad, p_out, p_inverse, p_constant, p_slope,
     p_near, p_near_totals, p_near_x, p_near_rows, p_far, p_far_totals, p_far_x, p_far_rows, p_earlier,

@@ -6,7 +6,7 @@ What the kernels compute is in `causal_sums`. Names are those of `features`; m_ 
 import triton
 import triton.language as tl
 
-from schoenbat.ops.triton.causal_sums import LENGTHS, earlier_keys, normaliser, shares, state, vector
+from schoenbat.ops.triton.causal_sums import GENERAL, earlier_keys, normaliser, shares, state, vector
 from schoenbat.ops.triton.features import evaluate, evaluate_backward, linear_scores
 from schoenbat.ops.triton.rows import load_tile, load_unit_tile, store_tile, unit_backward, visible
 
@@ -97,7 +97,7 @@ def _key_pair(
     return b_dx
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@triton.jit(do_not_specialize=GENERAL)
 def key_backward(
     p_query, p_key, p_value, p_mask, p_scale, p_grad, p_inverse, p_constant, p_dtotal, p_dmean,
     p_near, p_near_totals, p_near_x, p_near_rows, p_far, p_far_totals, p_far_x, p_far_rows, p_earlier, p_dkey,

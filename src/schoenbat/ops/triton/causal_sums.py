@@ -32,6 +32,8 @@ from schoenbat.ops.triton.rows import NARROW, load_tile, load_unit_tile, visible
 LENGTHS = (
     "N", "N_QUERY", "N_KEY", "FIRST", "FIRST_QUERY", "FIRST_KEY", "FIRST_TILE", "TILES", "SPLITS", "SEGMENTS", "NUM_ROW_TILES", "EACH",
 )  # fmt: skip
+# A single group of features as straight-line code: Triton 3.6 compiles it wrongly for narrow heads.
+GENERAL = (*LENGTHS, "num_groups")
 
 
 @triton.jit
