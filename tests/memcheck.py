@@ -12,6 +12,7 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -30,28 +31,28 @@ from schoenbat import (
 from schoenbat.ops.triton import launch
 
 TOOL = "compute-sanitizer"
-CALLS = "calls"
+CONSTRUCTIONS = ("exact-low", "unbiased", "paper")
+FINISHED = "all calls ran"
 MOST_LINES = 40
 
 
-def calls() -> Iterator[str]:
-    """Run every call, and name it."""
-    for construction in ("exact-low", "unbiased", "paper"):
-        for head_dim, value_dim in ((64, 64), (32, 24), (128, 128)):
-            options = {"construction": construction, "scale": 2.0, "seed": 0, "device": "cuda"}
-            features = MaclaurinFeatures(head_dim, 2 * head_dim, **options)
-            for is_causal, width in itertools.product((False, True), (None, 20)):
-                attend(features, value_dim, is_causal, width)
-                window = "" if width is None else f", window of ±{width}"
-                yield f"{construction}, d = {head_dim}, {'causal' if is_causal else 'bidirectional'}{window}"
-            decode(features, value_dim)
-            yield f"{construction}, d = {head_dim}, decoding"
-            go_on(features, value_dim)
-            yield f"{construction}, d = {head_dim}, a prompt onto a state"
-            trained = MaclaurinFeatures(head_dim, 2 * head_dim, trainable=True, **options)
-            for is_causal in (False, True):
-                attend(trained, value_dim, is_causal, None)
-                yield f"{construction}, d = {head_dim}, {'causal' if is_causal else 'bidirectional'}, trained"
+def calls(construction: str) -> Iterator[str]:
+    """Name every call, then run it."""
+    for head_dim, value_dim in ((64, 64), (32, 24), (128, 128)):
+        options = {"construction": construction, "scale": 2.0, "seed": 0, "device": "cuda"}
+        features = MaclaurinFeatures(head_dim, 2 * head_dim, **options)
+        for is_causal, width in itertools.product((False, True), (None, 20)):
+            window = "" if width is None else f", window of ±{width}"
+            yield f"{construction}, d = {head_dim}, {'causal' if is_causal else 'bidirectional'}{window}"
+            attend(features, value_dim, is_causal, width)
+        yield f"{construction}, d = {head_dim}, decoding"
+        decode(features, value_dim)
+        yield f"{construction}, d = {head_dim}, a prompt onto a state"
+        go_on(features, value_dim)
+        trained = MaclaurinFeatures(head_dim, 2 * head_dim, trainable=True, **options)
+        for is_causal in (False, True):
+            yield f"{construction}, d = {head_dim}, {'causal' if is_causal else 'bidirectional'}, trained"
+            attend(trained, value_dim, is_causal, None)
 
 
 def draw(length: int, *widths: int) -> list[torch.Tensor]:
@@ -94,16 +95,24 @@ def decode(features: MaclaurinFeatures, value_dim: int) -> None:
 
 
 def check() -> str | None:
-    """What the tool found, if anything."""
-    command = [TOOL, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, __file__, CALLS]
+    """What the tool found, if anything; a process for each construction, all at once."""
+    with ThreadPoolExecutor() as pool:
+        problems = [problem for problem in pool.map(check_construction, CONSTRUCTIONS) if problem]
+    print(*problems, sep="\n\n")
+    return "\n\n".join(problems) or None
+
+
+def check_construction(construction: str) -> str | None:
+    command = [TOOL, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, __file__, construction]
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True)
-    lines = (ended.stdout + ended.stderr).splitlines()
-    print(*lines[-MOST_LINES:], sep="\n")
+    lines = [line for line in (ended.stdout + ended.stderr).splitlines() if "Host Frame" not in line]
     # The program must have come to its end: a tool that could not start it found nothing, either.
-    if ended.returncode == 0 and "all calls ran" in lines:
+    if ended.returncode == 0 and FINISHED in lines:
         return None
-    return "\n".join(lines[-MOST_LINES:])
+    reported = [line for line in lines if line.startswith("=====")] or lines
+    last_call = next((line for line in reversed(lines) if line.startswith(construction)), "no call began")
+    return "\n".join([last_call, *reported[:MOST_LINES], "...", *lines[-5:]])
 
 
 def write_report(path: Path, problem: str | None) -> None:
@@ -117,11 +126,11 @@ def write_report(path: Path, problem: str | None) -> None:
 
 def main() -> None:
     report = sys.argv[1] if len(sys.argv) > 1 else "out/memcheck.xml"
-    if report == CALLS:
+    if report in CONSTRUCTIONS:
         launch._PROGRAMS = 2  # so that programs have several tiles, as in long sequences
-        for name in calls():
+        for name in calls(report):
             print(name, flush=True)
-        print("all calls ran")
+        print(FINISHED)
         return
     if shutil.which(TOOL) is None:
         print(

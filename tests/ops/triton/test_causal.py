@@ -312,6 +312,7 @@ def test_rows_are_normalised_on_a_gpu(construction, dtype, queries, keys, dim, n
     ("head_dim", "value_dim", "num_features"),
     [
         (16, 16, 64),
+        (32, 24, 64),
         (32, 48, 128),
         (32, 32, 128),
         (64, 64, 256),

@@ -230,7 +230,8 @@ def test_pieces_make_the_whole_on_a_gpu(construction, dtype, is_causal):
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("construction", ["exact-low", "unbiased"])
 @pytest.mark.parametrize(
-    ("head_dim", "value_dim", "num_features"), [(32, 32, 128), (64, 32, 128), (80, 128, 512), (64, 64, 512)]
+    ("head_dim", "value_dim", "num_features"),
+    [(32, 24, 64), (32, 32, 128), (64, 32, 128), (80, 128, 512), (64, 64, 512)],
 )
 def test_every_width_on_a_gpu(construction, head_dim, value_dim, num_features, is_causal):
     features = make_map(construction, head_dim, num_features, dtype=torch.float32, device=DEVICE)

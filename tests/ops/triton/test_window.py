@@ -238,6 +238,7 @@ def test_matches_the_specification_on_a_gpu(length, width, construction, dtype, 
     ("head_dim", "value_dim", "num_features"),
     [
         (16, 16, 64),
+        (32, 24, 64),
         (32, 48, 128),
         (64, 32, 128),
         (64, 64, 512),
