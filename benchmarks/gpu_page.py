@@ -25,6 +25,8 @@ RIVALS = {
     "exact for the 64 nearest": "triton, ±64 exact",
 }
 
+STEPS = {"forward+backward": "bidirectional", "causal forward+backward": "causal"}
+
 Rows = list[dict[str, Any]]
 
 
@@ -77,6 +79,34 @@ def rivals_table(rows: Rows) -> str:
             ratios = ["" if other is None else f"{other / own:.1f} ×" for other in others]
             lines.append(f"| {shape} | {direction} | {1e3 * own:.3f} | {' | '.join(ratios)} |")
     return "\n".join(lines)
+
+
+def memory_table(rows: Rows) -> str:
+    """Peak memory of a training step divided by what q, k, v, the output and their gradients take.
+
+    The file counts what a step takes beyond q, k, v and the output's gradient, which are there before it.
+    """
+    names = {"triton": "RMFA", "cudnn": "SDPA (cuDNN)"}
+    found: dict[str, dict[tuple[str, str], float]] = {}
+    for row in rows:
+        if row["direction"] in STEPS and row["method"] in names and not row["shape"].startswith(LENGTHS):
+            tensor = _bytes_of_a_tensor(row["shape"])
+            shape = found.setdefault(row["shape"], {})
+            shape[row["method"], row["direction"]] = (row["memory"] + 4 * tensor) / (8 * tensor)
+    columns = [(method, direction) for direction in STEPS for method in names]
+    titles = [f"{names[method]}, {STEPS[direction]}" for method, direction in columns]
+    lines = [f"| B·H × n, d, D, map | {' | '.join(titles)} |", f"| --- |{' ---: |' * len(titles)}"]
+    for name, cells in found.items():
+        shown = [f"{cells[column]:.2f}" if column in cells else "" for column in columns]
+        lines.append(f"| {name} | {' | '.join(shown)} |")
+    return "\n".join(lines)
+
+
+def _bytes_of_a_tensor(shape: str) -> int:
+    """Of ``"32 × 16,384, 64, 128, exact-low"`` 32 · 16,384 · 64 numbers of two bytes."""
+    sequences, rest = shape.split(" × ")
+    length, head_dim, *_ = rest.split(", ")
+    return 2 * int(sequences) * int(length.replace(",", "")) * int(head_dim)
 
 
 def training_table(rows: Rows) -> str:

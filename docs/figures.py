@@ -69,6 +69,7 @@ def tables() -> dict[str, dict[str, str]]:
         "gpu": {
             "gpu": page.speed_table(gpu),
             "rivals": page.rivals_table(gpu),
+            "memory": page.memory_table(gpu),
             "training": page.training_table(training),
         },
         "long-context": {
