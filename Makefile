@@ -47,11 +47,12 @@ audit: $(READY)  ## bandit on the source, pip-audit on everything that constrain
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[audit]'
 	$(BIN)/python tests/audit.py
 
-test-gpu: $(READY)  ## the tests that need a CUDA device, and a check of memory; their summary goes into benchmarks/results/
-	rm -f out/test-gpu.xml out/memcheck.xml
+test-gpu: $(READY)  ## the tests that need a CUDA device, a check of memory and random shapes; their summary goes into benchmarks/results/
+	rm -f out/test-gpu.xml out/memcheck.xml out/shapes.xml
 	-$(BIN)/python -m pytest -m gpu --junitxml=out/test-gpu.xml
 	-$(BIN)/python tests/memcheck.py out/memcheck.xml
-	$(BIN)/python tests/gpu_summary.py $$(ls out/test-gpu.xml out/memcheck.xml 2>/dev/null)
+	-$(BIN)/python tests/gpu_shapes.py out/shapes.xml --seed $(or $(SEED),0)
+	$(BIN)/python tests/gpu_summary.py $$(ls out/test-gpu.xml out/memcheck.xml out/shapes.xml 2>/dev/null)
 
 bench-gpu: $(READY)  ## speed on this machine's GPU beside SDPA and the memory floor, into benchmarks/results/
 	$(BIN)/python benchmarks/gpu.py

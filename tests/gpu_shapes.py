@@ -1,0 +1,140 @@
+"""Fused kernels at shapes that no test names: ``python tests/gpu_shapes.py out/shapes.xml``.
+
+Every shape is compiled anew, and compilers have gone wrong at single ones: with illegal accesses, or with
+numbers far from the right ones. So a random choice of shapes is compared with the eager path in float32, each
+in a process of its own, which a bad access ends without hiding others. The report has the form of pytest's,
+so that gpu_summary.py counts it with the other tests.
+"""
+
+import argparse
+import os
+import random
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple, dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from schoenbat import MaclaurinFeatures, rmfa, rmfa_window
+
+WIDTHS = (16, 24, 32, 48, 64, 96, 128)
+FORMS = ("bidirectional", "causal", "window", "causal window", "trained", "causal trained")
+LENGTH = 300
+# Rounding leaves a few units in the last place of bfloat16, 0.4 % each; a wrong kernel errors of order one.
+TOLERANCE = 0.03
+SECONDS = 300
+
+
+@dataclass(frozen=True)
+class Case:
+    head_dim: int
+    value_dim: int
+    num_features: int
+    construction: str
+    form: str
+
+    def __str__(self) -> str:
+        return ",".join(map(str, astuple(self)))
+
+    @classmethod
+    def parse(cls, text: str) -> "Case":
+        head_dim, value_dim, num_features, construction, form = text.split(",")
+        return cls(int(head_dim), int(value_dim), int(num_features), construction, form)
+
+
+def every_case() -> list[Case]:
+    """Values narrower, as wide and wider; features for few directions, one pair, one group and several."""
+    return [
+        Case(width, value_dim, count, construction, form)
+        for width in WIDTHS
+        for value_dim in sorted({max(8, width * 3 // 4), width, min(128, width * 2)})
+        for count in (width // 2, width + 2, 2 * width, 4 * width)
+        for construction in ("exact-low", "unbiased")
+        for form in FORMS
+    ]
+
+
+def attention(case: Case, features: MaclaurinFeatures) -> Callable[..., Tensor]:
+    is_causal = case.form.startswith("causal")
+    options = {"features": features, "is_causal": is_causal, "enable_gqa": True}
+    return partial(rmfa_window, width=20, **options) if "window" in case.form else partial(rmfa, **options)
+
+
+def run(case: Case) -> float:
+    """The largest relative error of the output and of all gradients; two runs must be bit-equal."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32  # where Triton's interpreter runs kernels
+    torch.manual_seed(0)
+    features = MaclaurinFeatures(
+        case.head_dim,
+        case.num_features,
+        construction=case.construction,
+        scale=1.0,
+        trainable="trained" in case.form,
+        seed=0,
+        device=device,
+    )
+    widths = (4, case.head_dim), (2, case.head_dim), (2, case.value_dim)
+    rows = [torch.randn(2, heads, LENGTH, width, device=device) for heads, width in widths]
+    rows = [(F.normalize(x, dim=-1) if i < 2 else x).to(dtype) for i, x in enumerate(rows)]
+    attend, grad = attention(case, features), torch.randn_like(rows[0][..., :1]).float()
+
+    def outcome(implementation: str, dtype: torch.dtype) -> list[Tensor]:
+        leaves = [x.detach().to(dtype).requires_grad_() for x in rows]
+        out = attend(*leaves, implementation=implementation)
+        wanted = [*leaves, *(p for p in features.parameters() if p.requires_grad)]
+        return [out, *torch.autograd.grad((out.float() * grad).sum(), wanted)]
+
+    got, again, right = outcome("triton", dtype), outcome("triton", dtype), outcome("eager", torch.float32)
+    if not all(torch.equal(a, b) for a, b in zip(got, again, strict=True)):
+        raise ArithmeticError("two runs are not bit-equal")
+    errors = [(a.float() - b).norm() / b.norm() for a, b in zip(got, right, strict=True)]
+    return torch.stack(errors).max().item()  # unlike Python's own, it finds what is not a number
+
+
+def problem_of(case: Case) -> str | None:
+    """What goes wrong in a process of its own."""
+    command = [sys.executable, __file__, "--case", str(case)]
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        return f"not at its end after {SECONDS} s"
+    return None if ended.returncode == 0 else (ended.stderr.strip().splitlines() or ["no message"])[-1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Fused kernels at shapes that no test names.")
+    parser.add_argument("report", nargs="?", type=Path, default=Path("out/shapes.xml"))
+    parser.add_argument("--cases", type=int, default=100, help="how many, chosen at random")
+    parser.add_argument("--seed", type=int, default=0, help="the same seed chooses the same cases")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at once")
+    parser.add_argument("--case", type=Case.parse, help="one case in this process, as a report names it")
+    arguments = parser.parse_args()
+    if arguments.case is not None:
+        error = run(arguments.case)
+        print(f"{arguments.case}: error {error:.1e}")
+        sys.exit(None if error < TOLERANCE else f"error {error:.1e}, above {TOLERANCE}")
+    cases = random.Random(arguments.seed).sample(every_case(), arguments.cases)
+    suite = ET.Element("testsuite", name="shapes")
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        for case, problem in zip(cases, pool.map(problem_of, cases), strict=True):
+            reported = ET.SubElement(suite, "testcase", classname="tests.gpu_shapes", name=str(case))
+            if problem is not None:
+                ET.SubElement(reported, "failure", message=problem)
+                print(f"{case}: {problem}", flush=True)
+    arguments.report.parent.mkdir(parents=True, exist_ok=True)
+    ET.ElementTree(suite).write(arguments.report)
+    failed = sum(1 for _ in suite.iter("failure"))
+    print(f"{len(cases)} shapes, seed {arguments.seed}, {failed} failed")
+    sys.exit(failed > 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""The program that looks for shapes that go wrong: in the interpreter, where none does."""
+
+import subprocess
+import sys
+
+import gpu_shapes
+import pytest
+
+pytest.importorskip("triton")
+
+
+def test_cases_are_told_apart_by_their_text():
+    cases = gpu_shapes.every_case()
+    assert len({str(case) for case in cases}) == len(cases)
+    assert [gpu_shapes.Case.parse(str(case)) for case in cases] == cases
+
+
+@pytest.mark.parametrize(
+    "text", ["16,32,18,exact-low,causal trained", "16,8,32,unbiased,window", "16,16,8,unbiased,bidirectional"]
+)
+def test_a_case_is_run_and_compared(text, monkeypatch):
+    monkeypatch.setattr(gpu_shapes, "LENGTH", 40)
+    assert gpu_shapes.run(gpu_shapes.Case.parse(text)) < 1e-5
+
+
+def test_what_goes_wrong_is_reported(tmp_path, monkeypatch):
+    def fail(case):
+        return "error 6e-01, above 0.03" if case.form == "causal" else None
+
+    monkeypatch.setattr(gpu_shapes, "problem_of", fail)
+    monkeypatch.setattr(sys, "argv", ["gpu_shapes.py", str(tmp_path / "shapes.xml"), "--cases", "30"])
+    with pytest.raises(SystemExit) as ended:
+        gpu_shapes.main()
+    assert ended.value.code == 1
+    report = (tmp_path / "shapes.xml").read_text()
+    assert report.count("<testcase") == 30
+    assert 0 < report.count("error 6e-01") == report.count(",causal&quot;") + report.count(',causal"')
+
+
+def test_a_process_that_dies_is_a_problem(monkeypatch):
+    dead = subprocess.CompletedProcess([], -11, "", "")
+    monkeypatch.setattr(gpu_shapes.subprocess, "run", lambda *arguments, **options: dead)
+    assert gpu_shapes.problem_of(gpu_shapes.every_case()[0]) == "no message"
