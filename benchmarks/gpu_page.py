@@ -84,7 +84,8 @@ def rivals_table(rows: Rows) -> str:
 def memory_table(rows: Rows) -> str:
     """Peak memory of a training step divided by what q, k, v, the output and their gradients take.
 
-    The file counts what a step takes beyond q, k, v and the output's gradient, which are there before it.
+    The file counts what a step takes beyond q, k and v. The output's gradient is a tensor more, for which the
+    benchmark takes v.
     """
     names = {"triton": "RMFA", "cudnn": "SDPA (cuDNN)"}
     found: dict[str, dict[tuple[str, str], float]] = {}

@@ -1,10 +1,12 @@
 """What GPU tests gave: ``python tests/gpu_summary.py REPORT.xml ...`` after ``pytest --junitxml=REPORT.xml``.
 
-Writes benchmarks/results/tests-<gpu>.json: for each file what passed, what failed, and the revision that ran.
-Files that are in none of the reports stay as they are in it.
+Writes benchmarks/results/tests-<gpu>.json: for each file what passed, what failed, the revision that ran, and
+how many tests it has now: a run that was ended early reports fewer. Files that are in no report stay as they
+are in it.
 """
 
 import json
+import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -13,7 +15,8 @@ from typing import Any
 from schoenbat.report.results import write_results
 from schoenbat.training.record import revision
 
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 Row = dict[str, Any]
 
 
@@ -38,16 +41,29 @@ def summarize(paths: list[Path], ran: str | None) -> tuple[dict[str, str], dict[
     return machine, rows
 
 
+def collected() -> dict[str, int]:
+    """How many GPU tests each file of this checkout has."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-qq", "-m", "gpu", "tests"]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
+    pairs = (line.split(": ") for line in printed.splitlines() if ".py: " in line)
+    return {file: int(count) for file, count in pairs}
+
+
 def main() -> None:
     machine, rows = summarize([Path(name) for name in sys.argv[1:]], revision())
     if "device" not in machine:
         sys.exit("no report of GPU tests: make test-gpu needs a CUDA device")
     path = RESULTS / f"tests-{machine['device'].lower().replace(' ', '-')}.json"
     known = json.loads(path.read_text())["rows"] if path.exists() else []
-    merged = {row["file"]: row for row in known} | rows
+    merged, now = {row["file"]: row for row in known} | rows, collected()
+    for file, row in merged.items():
+        row["tests"] = now.get(file)  # None for programs that are no tests of pytest's
     write_results(path, "tests", {"gpu": machine}, [merged[file] for file in sorted(merged)])
     failed = [f"{row['file']}::{name}" for row in rows.values() for name in row["failed"]]
     print(f"{sum(row['passed'] for row in rows.values())} passed, {len(failed)} failed", *failed, sep="\n")
+    for file, row in rows.items():
+        if row["tests"] and row["passed"] + len(row["failed"]) < row["tests"]:
+            print(f"{file}: {row['tests']} tests, of which not all are in the reports")
     sys.exit(bool(failed))
 
 

@@ -98,7 +98,7 @@ def check() -> str | None:
     """What the tool found, if anything; a process for each construction, all at once."""
     with ThreadPoolExecutor() as pool:
         problems = [problem for problem in pool.map(check_construction, CONSTRUCTIONS) if problem]
-    print(*problems, sep="\n\n")
+    print(*(problems or ["no bad access"]), sep="\n\n")
     return "\n\n".join(problems) or None
 
 
@@ -110,9 +110,10 @@ def check_construction(construction: str) -> str | None:
     # The program must have come to its end: a tool that could not start it found nothing, either.
     if ended.returncode == 0 and FINISHED in lines:
         return None
-    reported = [line for line in lines if line.startswith("=====")] or lines
-    last_call = next((line for line in reversed(lines) if line.startswith(construction)), "no call began")
-    return "\n".join([last_call, *reported[:MOST_LINES], "...", *lines[-5:]])
+    reported = [line for line in lines if line.startswith("=====")] + lines[-5:]
+    names = [line for line in lines if line.startswith(construction)]
+    last_call = "after all calls" if FINISHED in lines else (names or ["no call began"])[-1]
+    return "\n".join([f"{construction}: {last_call}", *reported[:MOST_LINES]])
 
 
 def write_report(path: Path, problem: str | None) -> None:

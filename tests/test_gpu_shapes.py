@@ -3,10 +3,13 @@
 import subprocess
 import sys
 
-import gpu_shapes
 import pytest
+import torch
 
 pytest.importorskip("triton")
+import gpu_shapes
+
+from schoenbat.ops.triton import launch_causal
 
 
 def test_cases_are_told_apart_by_their_text():
@@ -23,10 +26,22 @@ def test_a_case_is_run_and_compared(text, monkeypatch):
     assert gpu_shapes.run(gpu_shapes.Case.parse(text)) < 1e-5
 
 
+def test_columns_that_change_places_are_found(monkeypatch):
+    backward = launch_causal.attend_backward
+
+    def wrong(grad, *others):
+        return backward(grad.flip(-1), *others)
+
+    monkeypatch.setattr(gpu_shapes, "LENGTH", 40)
+    monkeypatch.setattr(launch_causal, "attend_backward", wrong)
+    assert gpu_shapes.run(gpu_shapes.Case.parse("16,16,18,exact-low,causal")) > gpu_shapes.TOLERANCE
+
+
 def test_what_goes_wrong_is_reported(tmp_path, monkeypatch):
     def fail(case):
         return "error 6e-01, above 0.03" if case.form == "causal" else None
 
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(gpu_shapes, "problem_of", fail)
     monkeypatch.setattr(sys, "argv", ["gpu_shapes.py", str(tmp_path / "shapes.xml"), "--cases", "30"])
     with pytest.raises(SystemExit) as ended:
@@ -38,6 +53,10 @@ def test_what_goes_wrong_is_reported(tmp_path, monkeypatch):
 
 
 def test_a_process_that_dies_is_a_problem(monkeypatch):
-    dead = subprocess.CompletedProcess([], -11, "", "")
-    monkeypatch.setattr(gpu_shapes.subprocess, "run", lambda *arguments, **options: dead)
-    assert gpu_shapes.problem_of(gpu_shapes.every_case()[0]) == "no message"
+    for stderr, message in [
+        ("", "exit code -11: no message"),
+        ("RuntimeError: illegal access\nCompile with DSA\n", "exit code -11: RuntimeError: illegal access"),
+    ]:
+        dead = subprocess.CompletedProcess([], -11, "", stderr)
+        monkeypatch.setattr(gpu_shapes.subprocess, "run", lambda *arguments, dead=dead, **options: dead)
+        assert gpu_shapes.problem_of(gpu_shapes.every_case()[0]) == message

@@ -54,10 +54,23 @@ def test_a_program_gives_several_tiles_of_outputs(few_programs, queries):
     assert_close_to_specification(features, tensors, torch.tensor([1.3]), **options)
 
 
-def test_linear_features_may_differ_in_weight():
-    features = make_map("exact-low", 16, 40, dtype=torch.float32, device=DEVICE)
-    features.feature_weights[1:17] *= torch.linspace(0, 2, 16, device=DEVICE)
-    assert_close_to_specification(features, draw(40, 40), torch.tensor([1.3]), is_causal=True)
+@pytest.mark.parametrize(
+    ("dim", "num_features", "length", "dtype"), [(16, 40, 40, torch.float32), (40, 80, 200, torch.float16)]
+)
+def test_linear_features_may_differ_in_weight(few_programs, dim, num_features, length, dtype):
+    """Where a program gives several tiles, too: the second case."""
+    features = make_map("exact-low", dim, num_features, dtype=torch.float32, device=DEVICE)
+    features.feature_weights[1 : 1 + dim] *= torch.linspace(0, 2, dim, device=DEVICE)
+    tensors = draw(length, length, dim=dim, dtype=dtype)
+    assert_close_to_specification(features, tensors, torch.tensor([1.3]), is_causal=True)
+
+
+@pytest.mark.gpu
+def test_linear_features_may_differ_in_weight_on_a_gpu():
+    features = make_map("exact-low", 64, 128, dtype=torch.float32, device=DEVICE)
+    features.feature_weights[1:65] *= torch.linspace(0, 2, 64, device=DEVICE)
+    tensors = draw(9000, 9000, dim=64, dtype=torch.bfloat16)
+    assert_close_to_specification(features, tensors, torch.tensor([1.3]), "eager", is_causal=True)
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (17, 63), (63, 17)])

@@ -32,7 +32,8 @@ from schoenbat.ops.triton.rows import NARROW, load_tile, load_unit_tile, visible
 LENGTHS = (
     "N", "N_QUERY", "N_KEY", "FIRST", "FIRST_QUERY", "FIRST_KEY", "FIRST_TILE", "TILES", "SPLITS", "SEGMENTS", "NUM_ROW_TILES", "EACH",
 )  # fmt: skip
-# A single group of features as straight-line code: Triton 3.6 compiles it wrongly for narrow heads.
+# Triton makes an argument that is 1 a constant. A loop over one group of features would become straight-line code, which Triton
+# 3.6 compiles wrongly for causal heads padded to 32: where kernels loop over groups on warp groups, their number stays an argument.
 GENERAL = (*LENGTHS, "num_groups")
 
 
