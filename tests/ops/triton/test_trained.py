@@ -195,6 +195,7 @@ def test_operator_is_well_formed(is_causal):
 
 
 @BOTH
+@pytest.mark.filterwarnings("error:Dynamo detected")  # as it does of functions that keep their results
 def test_compiles_to_one_graph(few_programs, is_causal):
     features = make_trained("exact-low")
     tensors = [x.to(DEVICE).requires_grad_() for x in draw(9, 9)]

@@ -132,7 +132,7 @@ def make_plan(
         linear = eye.expand(*blocks.linear.shape[:-1], -1)
         blocks = blocks._replace(linear=linear, identity=False)
     maps, dim = max(weight.shape[0], blocks.quadratic.shape[0]), blocks.quadratic.shape[-2]
-    layout = _cached(_layout)(*_counts(blocks), block_d, bidirectional, blocks.identity, weight.device)
+    layout = _made_once(_layout, *_counts(blocks), block_d, bidirectional, blocks.identity, weight.device)
     columns = torch.cat([*blocks.maps, blocks.linear.new_zeros(*blocks.linear.shape[:-1], 1)], dim=-1)
     tiles = F.pad(columns.to(dtype), (0, 0, 0, block_d - dim)).index_select(-1, layout.columns)
     tiles = tiles.unflatten(-1, (layout.num_tiles, layout.group)).transpose(-3, -2)
@@ -155,7 +155,7 @@ def make_plan(
 
 def trained_map(blocks: Blocks, weight: Tensor) -> list[Tensor]:
     """The four tensors of a map that get gradients, then where the columns of three are: see `take_out`."""
-    return [*blocks.maps, weight, *_cached(_places)(*_counts(blocks), weight.device)]
+    return [*blocks.maps, weight, *_made_once(_places, *_counts(blocks), weight.device)]
 
 
 def narrowed(plan: Plan) -> Plan:
@@ -187,13 +187,13 @@ def _counts(blocks: Blocks) -> tuple[int, int, int, tuple[int, ...]]:
     return int(blocks.linear.shape[-1]), int(blocks.quadratic.shape[-1]), blocks.num_pairs, blocks.degrees
 
 
-def _cached(make: Callable[..., Any]) -> Callable[..., Any]:
-    """What an lru_cache wraps, without it for fake tensors and the like, which must not be kept."""
-    is_fake = not torch.compiler.is_compiling() and _len_torch_dispatch_stack()
-    return make.__wrapped__ if is_fake else make  # type: ignore[attr-defined]
+def _made_once(make: Callable[..., Any], *arguments: Any) -> Any:
+    """What was made of these arguments before; new where a compiler traces or tensors are fake."""
+    if torch.compiler.is_compiling() or _len_torch_dispatch_stack():
+        return make(*arguments)
+    return _KEPT[make](*arguments)
 
 
-@cache
 def _layout(
     num_linear: int,
     directions: int,
@@ -230,7 +230,6 @@ def _layout(
     )
 
 
-@cache
 def _places(
     num_linear: int, directions: int, num_pairs: int, tail: tuple[int, ...], device: torch.device
 ) -> list[Tensor]:
@@ -276,3 +275,6 @@ def _factor_columns(
             product.append(start + place)
         start += size
     return factors + products
+
+
+_KEPT = {make: cache(make) for make in (_layout, _places)}
