@@ -94,11 +94,11 @@ def read(
     dtype = p_query.dtype.element_ty
     is_even = False
     if SINGLE:
-        # Linear features as they are drawn have one weight: the logits are their scores, but for a factor.
+        # Linear features as they are drawn have one weight: the logits are their scores, but for a factor. Only here: Triton 3.6
+        # compiles the branch wrongly elsewhere.
         linear = tl.load(p_linear)
         b_others = tl.load(p_linear + o_d, mask=o_d < DIM, other=linear)
         is_even = tl.max(tl.abs(b_others - linear), axis=0) == 0.0
-    if SINGLE:
         b_left, b_right = directions(p_tiles, 0, BLOCK_D, GROUP), directions(p_tiles, 1, BLOCK_D, GROUP)
         b_weight = tl.load(p_root + tl.arange(0, GROUP))
     last = i_first + 1
