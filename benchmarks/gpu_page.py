@@ -24,7 +24,7 @@ RIVALS = {
     "exact kernel by FlexAttention": "exact inv by FlexAttention",
     "exact for the 64 nearest": "triton, ±64 exact",
 }
-
+METHODS = {"triton": "RMFA", "cudnn": "SDPA (cuDNN)"}
 STEPS = {"forward+backward": "bidirectional", "causal forward+backward": "causal"}
 
 Rows = list[dict[str, Any]]
@@ -87,15 +87,14 @@ def memory_table(rows: Rows) -> str:
     The file counts what a step takes beyond q, k and v. The output's gradient is a tensor more, for which the
     benchmark takes v.
     """
-    names = {"triton": "RMFA", "cudnn": "SDPA (cuDNN)"}
     found: dict[str, dict[tuple[str, str], float]] = {}
     for row in rows:
-        if row["direction"] in STEPS and row["method"] in names and not row["shape"].startswith(LENGTHS):
+        if row["direction"] in STEPS and row["method"] in METHODS and not row["shape"].startswith(LENGTHS):
             tensor = _bytes_of_a_tensor(row["shape"])
             shape = found.setdefault(row["shape"], {})
             shape[row["method"], row["direction"]] = (row["memory"] + 4 * tensor) / (8 * tensor)
-    columns = [(method, direction) for direction in STEPS for method in names]
-    titles = [f"{names[method]}, {STEPS[direction]}" for method, direction in columns]
+    columns = [(method, direction) for direction in STEPS for method in METHODS]
+    titles = [f"{METHODS[method]}, {STEPS[direction]}" for method, direction in columns]
     lines = [f"| B·H × n, d, D, map | {' | '.join(titles)} |", f"| --- |{' ---: |' * len(titles)}"]
     for name, cells in found.items():
         shown = [f"{cells[column]:.2f}" if column in cells else "" for column in columns]
@@ -120,14 +119,13 @@ def training_table(rows: Rows) -> str:
 
 def lengths(rows: Rows) -> dict[str, dict[str, list[tuple[int, float]]]]:
     """Seconds against the length, by pass and method."""
-    names = {"triton": "RMFA", "cudnn": "SDPA (cuDNN)"}
     curves: dict[str, dict[str, list[tuple[int, float]]]] = {}
     for row in rows:
         if not row["shape"].startswith(LENGTHS):
             continue
         length = int(row["shape"].removeprefix(LENGTHS).split(", ")[0].replace(",", ""))
         panel = curves.setdefault(row["direction"], {})
-        panel.setdefault(names[row["method"]], []).append((length, row["median"]))
+        panel.setdefault(METHODS[row["method"]], []).append((length, row["median"]))
         if row["method"] == "triton" and row["direction"] == "forward":
             panel.setdefault("q, k, v read and output written once", []).append((length, row["floor"]))
     return curves

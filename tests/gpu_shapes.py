@@ -11,7 +11,6 @@ import os
 import random
 import subprocess
 import sys
-import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass
@@ -19,6 +18,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from gpu_summary import write_report
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -128,18 +128,17 @@ def main() -> None:
         print(f"{arguments.case}: error {error:.1e}")
         sys.exit(None if error < TOLERANCE else f"error {error:.1e}, above {TOLERANCE}")
     if not torch.cuda.is_available():
-        return print("PyTorch sees no GPU, so no shapes were run")
+        print("PyTorch sees no GPU, so no shapes were run")
+        return
     cases = random.Random(arguments.seed).sample(every_case(), arguments.cases)
-    suite = ET.Element("testsuite", name="shapes")
+    problems: dict[str, str | None] = {}
     with ThreadPoolExecutor(arguments.jobs) as pool:
         for case, problem in zip(cases, pool.map(problem_of, cases), strict=True):
-            reported = ET.SubElement(suite, "testcase", classname="tests.gpu_shapes", name=str(case))
+            problems[str(case)] = problem
             if problem is not None:
-                ET.SubElement(reported, "failure", message=problem)
                 print(f"{case}: {problem}", flush=True)
-    arguments.report.parent.mkdir(parents=True, exist_ok=True)
-    ET.ElementTree(suite).write(arguments.report)
-    failed = sum(1 for _ in suite.iter("failure"))
+    write_report(arguments.report, "gpu_shapes", problems)
+    failed = sum(problem is not None for problem in problems.values())
     print(f"{len(cases)} shapes, seed {arguments.seed}, {failed} failed")
     sys.exit(failed > 0)
 

@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,17 @@ Row = dict[str, Any]
 
 def outcome(case: ET.Element) -> str:
     return next((kind for kind in ("failure", "error", "skipped") if case.find(kind) is not None), "passed")
+
+
+def write_report(path: Path, program: str, problems: Mapping[str, str | None]) -> None:
+    """A report of that form by a program that is no test of pytest's: what it ran, and what went wrong."""
+    suite = ET.Element("testsuite", name=program)
+    for name, problem in problems.items():
+        case = ET.SubElement(suite, "testcase", classname=f"tests.{program}", name=name)
+        if problem is not None:
+            ET.SubElement(case, "failure").text = problem
+    path.parent.mkdir(parents=True, exist_ok=True)
+    ET.ElementTree(suite).write(path)
 
 
 def summarize(paths: list[Path], ran: str | None) -> tuple[dict[str, str], dict[str, Row]]:
@@ -44,7 +56,7 @@ def summarize(paths: list[Path], ran: str | None) -> tuple[dict[str, str], dict[
 def collected() -> dict[str, int]:
     """How many GPU tests each file of this checkout has."""
     command = [sys.executable, "-m", "pytest", "--collect-only", "-qq", "-m", "gpu", "tests"]
-    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     pairs = (line.split(": ") for line in printed.splitlines() if ".py: " in line)
     return {file: int(count) for file, count in pairs}
 

@@ -10,13 +10,13 @@ import os
 import shutil
 import subprocess
 import sys
-import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 import torch
+from gpu_summary import write_report
 from torch.nn import functional as F
 
 from schoenbat import (
@@ -116,15 +116,6 @@ def check_construction(construction: str) -> str | None:
     return "\n".join([f"{construction}: {last_call}", *reported[:MOST_LINES]])
 
 
-def write_report(path: Path, problem: str | None) -> None:
-    suite = ET.Element("testsuite", name="memcheck")
-    case = ET.SubElement(suite, "testcase", classname="tests.memcheck", name="no_bad_access")
-    if problem is not None:
-        ET.SubElement(case, "failure", message="compute-sanitizer found errors").text = problem
-    path.parent.mkdir(parents=True, exist_ok=True)
-    ET.ElementTree(suite).write(path)
-
-
 def main() -> None:
     report = sys.argv[1] if len(sys.argv) > 1 else "out/memcheck.xml"
     if report in CONSTRUCTIONS:
@@ -139,7 +130,7 @@ def main() -> None:
         )
         return
     problem = check()
-    write_report(Path(report), problem)
+    write_report(Path(report), "memcheck", {"no_bad_access": problem})
     sys.exit(problem is not None)
 
 
