@@ -255,6 +255,25 @@ def test_sums_take_no_more_memory_than_the_inputs(dtype, dim, num_features, tile
     assert torch.Size(near).numel() <= 4 * query.numel()
 
 
+def test_sums_are_not_kept_for_the_backward_pass():
+    """With every row more, the backward pass keeps query, key, value, output and three numbers."""
+    features = make_map("exact-low", 16, 40, dtype=torch.float32, device=DEVICE)
+
+    def kept(length: int) -> int:
+        tensors = [rows(1, 1, length, 16, seed=i, dtype=torch.float32).to(DEVICE) for i in range(3)]
+        sizes: dict[int, int] = {}
+
+        def note(x: torch.Tensor) -> torch.Tensor:
+            sizes[x.data_ptr()] = x.numel()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+            rmfa(*(x.requires_grad_() for x in tensors), features, is_causal=True, implementation="triton")
+        return sum(sizes.values())
+
+    assert kept(160) - kept(80) == 80 * (4 * 16 + 3)
+
+
 def test_operator_is_well_formed():
     from schoenbat.ops.triton import library
     from schoenbat.ops.triton.plan import make_plan

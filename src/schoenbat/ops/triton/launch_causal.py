@@ -133,15 +133,14 @@ def attend(
     key_scale: float,
     unit: Unit,
 ) -> list[Tensor]:
-    """Outputs; what the backward pass starts from: three values for each row, and the eight sums.
+    """Outputs, and for each row three values that the backward pass starts from.
 
     A sequence goes on from the four sums of a `state` of `count` keys, or (with none and None) from nothing.
     """
     shape = Shape.of(query, value)
     q, k, v = as_rows(query), as_rows(key), as_rows(value)
     axis = Axis.of(q.shape[-2], k.shape[-2], shape, plan)
-    before = lay_out(state, roots(shape, plan), shape, plan) if state else None
-    sums, _ = sums_along(k, v, mask, None, before, count, shape, plan, axis, None, key_scale, unit)
+    sums = _sums_of_keys(k, v, mask, state, count, shape, plan, axis, key_scale, unit)
     out = query.new_empty(*query.shape[:-1], shape.value_dim)
     by_row = [q.new_empty(q.shape[:-1], dtype=torch.float32) for _ in range(3)]
     if out.numel():
@@ -172,7 +171,7 @@ def attend(
             CHUNK=axis.chunk,
             **shape.constants(plan, tiles_of_read(axis.tiles, several)),
         )
-    return [out, *by_row, *sums]
+    return [out, *by_row]
 
 
 def attend_backward(
@@ -181,6 +180,7 @@ def attend_backward(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
+    state: Sequence[Tensor],
     count: Tensor | None,
     saved: Sequence[Tensor],  # what `attend` gave
     plan: Plan,
@@ -189,12 +189,15 @@ def attend_backward(
     key_scale: float,
     unit: Unit,
     trained: bool,
-) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+) -> tuple[list[Tensor], list[Tensor], list[list[Tensor]]]:
     """Gradients of query, key, value and query_scale, and of the state's four sums if there is one.
 
     Then what those of a `trained` map start from: see `launch_map`.
+
+    The sums over keys are formed again: kept, they would take as much memory as query and key together or
+    more, in every layer of a model.
     """
-    shape, out, (inverse, constant, slope) = Shape.of(query, value), as_rows(saved[0]), saved[1:4]
+    shape, out, (inverse, constant, slope) = Shape.of(query, value), as_rows(saved[0]), saved[1:]
     q, k, v, g = as_rows(query), as_rows(key), as_rows(value), as_rows(grad.to(query.dtype))
     axis, heads = Axis.of(q.shape[-2], k.shape[-2], shape, plan), q.shape[0] * q.shape[1]
     if not q.numel():
@@ -210,6 +213,7 @@ def attend_backward(
         **shape.constants(plan, axis.tiles),
     }
     strides = *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *g.stride()[:3]
+    key_sums = _sums_of_keys(k, v, mask, state, count, shape, plan, axis, key_scale, unit)
     grad_query = q.new_empty(q.shape)
     to_total, to_mean = (torch.empty_like(inverse) for _ in range(2))
     to_floored = torch.empty_like(inverse) if trained else inverse
@@ -217,16 +221,17 @@ def attend_backward(
     to_scale = inverse.new_empty(*q.shape[:2], programs[0] // heads)
     causal.query_backward[programs](
         *(q, k, v, flat(mask, k), _counts(mask, axis, k), query_scale),
-        *(per_map(coefficients, plan), g, out, inverse, constant, slope, *saved[4:]),
+        *(per_map(coefficients, plan), g, out, inverse, constant, slope, *key_sums),
         _earlier(count, k),
         *(grad_query, to_total, to_mean, to_floored, to_scale, *strides, *axis.from_tile(axis.first_query)),
         *(key_scale, unit.eps, *map_arguments(plan)),
         TRAINED=trained,
         **shared,
     )
+    if not trained:
+        del key_sums  # before those over queries take as much memory
     by_row = [inverse, constant, to_total, to_mean]
-    small = query_scale, key_scale, unit
-    sums, parts = sums_along(q, g, None, by_row, None, count, shape, plan, axis, *small)
+    sums, to_state = _sums_of_queries(q, g, by_row, count, shape, plan, axis, query_scale, key_scale, unit)
     # Each query head gives a gradient to the key head it shares: added up afterwards, in float32.
     dtype = q.dtype if shape.groups == 1 else torch.float32
     grad_key, grad_value = (q.new_empty(*q.shape[:2], *x.shape[2:], dtype=dtype) for x in (k, v))
@@ -239,11 +244,47 @@ def attend_backward(
         )
     to_keys = (over_groups(x, like) for x, like in ((grad_key, key), (grad_value, value)))
     grads = [grad_query.view(query.shape), *to_keys, to_scale.sum((0, 2)).view(query_scale.shape)]
+    map_needs = ([to_total, to_mean, to_floored], [key_sums, sums]) if trained else ([], [])
+    return [*grads, *to_state], *map_needs
+
+
+def _sums_of_keys(
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    state: Sequence[Tensor],
+    count: Tensor | None,
+    shape: Shape,
+    plan: Plan,
+    axis: Axis,
+    key_scale: float,
+    unit: Unit,
+) -> list[Tensor]:
+    """What each query row reads of the keys before its chunk, the state's among them."""
+    before = lay_out(state, roots(shape, plan), shape, plan) if state else None
+    return sums_along(k, v, mask, None, before, count, shape, plan, axis, None, key_scale, unit)[0]
+
+
+def _sums_of_queries(
+    q: Tensor,
+    g: Tensor,
+    by_row: Sequence[Tensor],
+    count: Tensor | None,
+    shape: Shape,
+    plan: Plan,
+    axis: Axis,
+    query_scale: Tensor,
+    key_scale: float,
+    unit: Unit,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """What each key row reads of the queries behind its chunk; the gradients of a state's sums."""
+    small = query_scale, key_scale, unit
+    sums, parts = sums_along(q, g, None, by_row, None, count, shape, plan, axis, *small)
     if count is None:
-        return grads, [to_total, to_mean, to_floored], sums
+        return sums, []
     # Every row sees the state, as a key behind which all queries lie.
     over_rows = [x.flatten(0, 1).unflatten(0, (shape.batch * shape.heads, -1)).sum(1) for x in parts]
-    return [*grads, *take_out(over_rows, roots(shape, plan), shape, plan)], [], []
+    return sums, take_out(over_rows, roots(shape, plan), shape, plan)
 
 
 def sums_along(

@@ -103,7 +103,7 @@ def causal(
     mask: Tensor | None,
     saved: Sequence[Tensor],
     by_row: Sequence[Tensor],
-    sums: Sequence[Tensor],
+    sums: Sequence[Sequence[Tensor]],
     plan: Plan,
     trained: Sequence[Tensor],
     coefficients: Tensor,
@@ -111,7 +111,10 @@ def causal(
     key_scale: float,
     unit: Unit,
 ) -> list[Tensor]:
-    """The same; `saved` is what `launch_causal.attend` gave, `by_row` the gradients of T, mean logit, f."""
+    """The same; `saved` is what `launch_causal.attend` gave, `by_row` the gradients of T, mean logit, f.
+
+    `sums` are those over keys, which queries read, and those over queries.
+    """
     if not by_row:  # there are no queries
         return [torch.zeros_like(x) for x in (*trained[:4], coefficients)]
     shape = Shape.of(query, value)
@@ -123,7 +126,7 @@ def causal(
     positions = [axis.from_tile(first) for first in (axis.first_query, axis.first_key)]
 
     def run(own: Pass) -> None:
-        near, near_totals, _, _, far, far_totals, _, _ = saved[4:] if own.is_query else sums
+        near, near_totals, _, _, far, far_totals, _, _ = sums[not own.is_query]
         causal_map.map_backward[(own.programs,)](
             *(q, k, v, flat(mask, k), query_scale, g, inverse, to_total),
             *(near, near_totals, far, far_totals, own.parts, *strides, *positions[not own.is_query]),

@@ -268,14 +268,9 @@ def _(
     query: Tensor, key: Tensor, value: Tensor, mask: Any, state: Any, count: Any, plan: Any, trained: Any,
     coefficients: Any, scale: Any, flags: Any, *rest: Any,
 ) -> list[Tensor]:  # fmt: skip
-    shape, laid_out = launch.Shape.of(query, value), Plan.of(plan, flags)
-    axis = launch_causal.Axis.of(query.shape[-2], key.shape[-2], shape, laid_out)
-    sizes = launch_causal.sum_shapes(shape.batch * shape.heads, axis, shape, laid_out)
-    dtypes = [query.dtype if i % 4 == 0 else torch.float32 for i in range(8)]
-    row_size = shape.batch, shape.heads * shape.groups, query.shape[-2]
-    by_row = [query.new_empty(row_size, dtype=torch.float32) for _ in range(3)]
-    sums = [query.new_empty(size, dtype=dtype) for size, dtype in zip(sizes, dtypes, strict=True)]
-    return [query.new_empty(*query.shape[:-1], value.shape[-1]), *by_row, *sums]
+    batch, heads, groups, length, _ = query.shape
+    by_row = [query.new_empty(batch, heads * groups, length, dtype=torch.float32) for _ in range(3)]
+    return [query.new_empty(*query.shape[:-1], value.shape[-1]), *by_row]
 
 
 @direct_operator("triton_attend_causal_backward")
@@ -285,6 +280,7 @@ def attend_causal_backward(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
+    state: Sequence[Tensor],
     count: Tensor | None,
     saved: Sequence[Tensor],
     plan: Sequence[Tensor],
@@ -299,7 +295,7 @@ def attend_causal_backward(
     inputs, laid_out = (grad, query, key, value, mask), Plan.of(plan, flags)
     small = coefficients, query_scale, key_scale, launch.Unit(unit, eps)
     grads, by_row, sums = launch_causal.attend_backward(
-        *inputs, count, saved, laid_out, *small, bool(trained)
+        *inputs, state, count, saved, laid_out, *small, bool(trained)
     )
     if trained:
         grads += launch_map.causal(*inputs, saved, by_row, sums, laid_out, trained, *small)
@@ -308,8 +304,9 @@ def attend_causal_backward(
 
 @attend_causal_backward.register_fake
 def _(
-    grad: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, count: Tensor | None, saved: Any,
-    plan: Any, trained: Sequence[Tensor], coefficients: Tensor, query_scale: Tensor, flags: Any, *rest: Any,
+    grad: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, state: Any, count: Tensor | None,
+    saved: Any, plan: Any, trained: Sequence[Tensor], coefficients: Tensor, query_scale: Tensor, flags: Any,
+    *rest: Any,
 ) -> list[Tensor]:  # fmt: skip
     to_state = [] if count is None else empty_state(query, value, Plan.of(plan, flags))
     to_rows = _empty_gradients(query, key, value, query_scale)
@@ -317,20 +314,20 @@ def _(
 
 
 def _causal_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    query, key, value, mask, _, count, plan, trained, coefficients, query_scale, *ctx.small = inputs
+    query, key, value, mask, state, count, plan, trained, coefficients, query_scale, *ctx.small = inputs
     small = coefficients, query_scale, *plan
-    ctx.save_for_backward(query, key, value, mask, count, *small, *output, *trained)
+    ctx.save_for_backward(query, key, value, mask, count, *small, *output, *state, *trained)
     ctx.set_materialize_grads(False)
-    ctx.outputs = len(output)
 
 
 def _causal_gradient(ctx: Any, grad: list[Tensor | None]) -> tuple[Any, ...]:
     query, key, value, mask, count, coefficients, query_scale, *rest = ctx.saved_tensors
-    plan, outputs, trained = rest[:5], rest[5 : 5 + ctx.outputs], rest[5 + ctx.outputs :]
+    plan, outputs, rest = rest[:5], rest[5:9], rest[9:]
+    state, trained = ([], rest) if count is None else (rest, [])
     to_output = or_zeros(grad[0], query, value.shape[-1])
     to_query, to_key, to_value, to_scale, *more = attend_causal_backward(
-        *(to_output, query, key, value, mask, count, outputs, plan, trained, coefficients, query_scale),
-        *ctx.small,
+        *(to_output, query, key, value, mask, state, count, outputs, plan, trained),
+        *(coefficients, query_scale, *ctx.small),
     )
     to_state, to_map = ([], more) if count is None else (more, [])
     to_trained, to_coefficients = _to_trained(to_map)
