@@ -37,7 +37,7 @@ from schoenbat import (
     rmfa_window,
     rmfa_window_step,
 )
-from schoenbat.experiments.measurement import Timing, peak_memory, time_call
+from schoenbat.experiments.measurement import peak_memory, time_call, time_replay
 from schoenbat.report.results import device_name, write_results
 from schoenbat.training.record import revision
 
@@ -182,7 +182,7 @@ def decoding_rows(copy_speed: float) -> Iterator[Row]:
 
 def measure(shape: str, method: str, direction: str, call: Callable[[], object], floor: float) -> Row:
     plain = time_call(call, DEVICE, seconds=0.1, max_repetitions=20)
-    timing = _time_graph(call)
+    timing = time_replay(call)
     quantiles = {name: asdict(timing)[name] for name in ("median", "low", "high")}
     memory = peak_memory(call, DEVICE)
     return Row(shape, method, direction, **quantiles, call=plain.median, floor=floor, memory=memory)
@@ -223,19 +223,6 @@ def _forward(attention: Attention, inputs: Inputs) -> None:
 
 def _backward(attention: Attention, inputs: Inputs) -> None:
     torch.autograd.grad(attention(*inputs), inputs, inputs[2].detach())
-
-
-def _time_graph(call: Callable[[], object]) -> Timing:
-    """Capture the call, which has been warmed up, and time its replay."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return time_call(graph.replay, DEVICE, seconds=0.2, max_repetitions=50)
 
 
 def _copy_speed() -> float:

@@ -103,3 +103,11 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(ValueError, match="'cuda:1' was asked for, but PyTorch sees no GPU"):
         SpeedOptions(device="cuda:1")
+
+
+@pytest.mark.gpu
+def test_widths_that_are_no_power_of_two_are_timed_on_a_gpu():
+    options = SpeedOptions.quick(kernels=("inv",), lengths=(300,), num_features=(10, 120), device="cuda")
+    rows = list(speed.run(options))
+    assert len(rows) == options.total
+    assert all(0 < row.low <= row.median <= row.high and row.memory > 0 for row in rows)

@@ -51,6 +51,23 @@ def time_call(
     return Timing(median.item(), low.item(), high.item(), len(samples))
 
 
+def time_replay(call: Callable[[], object], *, seconds: float = 0.2, max_repetitions: int = 50) -> Timing:
+    """Time what ``call`` does on the current GPU, without the time that Python takes to ask for it.
+
+    The call is captured as a CUDA graph, and its replay is timed.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    device = torch.device("cuda", torch.cuda.current_device())
+    return time_call(graph.replay, device, seconds=seconds, max_repetitions=max_repetitions)
+
+
 def peak_memory(call: Callable[[], object], device: torch.device) -> int | None:
     """Bytes that one ``call`` holds at its peak beyond what is held before it; None where nothing tells.
 
