@@ -49,6 +49,14 @@ def test_gathering_twice_changes_nothing(tmp_path):
     assert (tmp_path / "lra.json").read_bytes() == before
 
 
+def test_what_was_gathered_elsewhere_is_added(tmp_path):
+    for place, seed in (("here", 0), ("there", 1)):
+        leave(tmp_path / place, seed=seed)
+        gather(tmp_path / place, tmp_path / f"{place}.json")
+    assert gather(tmp_path / "there.json", tmp_path / "here.json") == (1, 2)
+    assert [run.record.seed for run in read_runs(tmp_path / "here.json")[0]] == [0, 1]
+
+
 def test_later_results_take_the_place_of_earlier_ones_and_others_stay(tmp_path):
     path = leave(tmp_path / "first", best=Accuracy(80, 0.7, 0.6))
     earlier = json.loads(path.read_text()) | {"finished": "2001-01-01T00:00:00"}

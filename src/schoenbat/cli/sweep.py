@@ -106,7 +106,9 @@ def _choose(attentions: list[str] | None, group: str | None) -> Group:
 @app.command(epilog="Example: schoenbat lra gather --runs runs --into results/lra.json")
 def gather(
     into: Annotated[Path, typer.Option(help="The file to add the results to.")],
-    runs: Annotated[Path, typer.Option(help="Directory of the runs.")] = Path("runs"),
+    runs: Annotated[
+        Path, typer.Option(help="Directory of the runs, or a file that was gathered elsewhere.")
+    ] = Path("runs"),
 ) -> None:
     """Add the results of all runs to one small file, which tables and sweeps read in place of the runs."""
     from schoenbat.training import gathered

@@ -20,19 +20,20 @@ def read_runs(path: Path) -> tuple[list[RunResult], list[str]]:
     return _read_directory(path)
 
 
-def gather(directory: Path, file: Path) -> tuple[int, int]:
-    """Add the results of all runs under ``directory`` to ``file``: how many were added, how many it now has.
+def gather(runs: Path, file: Path) -> tuple[int, int]:
+    """Add the results of all runs to ``file``: how many were added, how many it now has.
 
-    Of two results of one task, attention, seed and way of training the one that finished last is kept.
+    ``runs`` is a directory, or a file of gathered runs, such as another machine's. Of two results of one
+    task, attention, seed and way of training the one that finished last is kept.
     """
     kept = {_identity(content): content for content in (_contents(file) if file.exists() else [])}
     before = set(map(_text, kept.values()))
-    found = sorted(directory.rglob(RESULT))
+    found = (
+        list(_contents(runs)) if runs.is_file() else [_content(path) for path in sorted(runs.rglob(RESULT))]
+    )
     if not found:
-        raise ValueError(f"there are no results under {directory}; train with: schoenbat lra sweep")
-    for path in found:
-        read_result(path)  # complains about a damaged one
-        content = json.loads(path.read_text(encoding="utf-8"))
+        raise ValueError(f"there are no results under {runs}; train with: schoenbat lra sweep")
+    for content in found:
         other = kept.get(_identity(content))
         if other is None or other["finished"] <= content["finished"]:
             kept[_identity(content)] = content
@@ -50,6 +51,13 @@ def _read_directory(directory: Path) -> tuple[list[RunResult], list[str]]:
         except ValueError as error:
             notes.append(f"left out: {error}")
     return runs, notes
+
+
+def _content(path: Path) -> dict[str, Any]:
+    """One run's result, as it is written."""
+    read_result(path)  # complains about a damaged one
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return content
 
 
 def _contents(file: Path) -> Iterable[dict[str, Any]]:
