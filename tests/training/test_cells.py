@@ -46,9 +46,8 @@ def test_a_first_seed_is_complete_before_a_second(options):
     ]
 
 
-def test_timing_takes_one_run_at_a_time_and_one_of_each(options):
+def test_timing_takes_one_run_of_each_and_shares_the_device_with_none(options):
     timed = options(seeds=3, jobs=4, timing=True)
-    assert timed.parallel == 1
     assert timed.cells == [Cell("text", "softmax", 0, timing=True)]
     command = train_command(timed.cells[0], timed)
     assert "--timing" in command

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from schoenbat.training.failure import NonFiniteError
 from schoenbat.training.interruption import Interrupted
 from schoenbat.training.log import read_log
 from schoenbat.training.record import CHECKPOINT, LOG
-from schoenbat.training.run import Run, train
+from schoenbat.training.run import Progress, Run, train
 
 # Sums depend on how many threads share them: as many as in the tests themselves.
 ENVIRONMENT = {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
@@ -144,6 +145,7 @@ def test_a_run_stopped_while_testing_tests_again(tmp_path, monkeypatch):
 SCRIPT = """
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from training.tiny import tiny_options, tiny_task
 from schoenbat.training.run import train
 options = tiny_options(steps=2000, evaluate_every=20, checkpoint_seconds=0.0)
@@ -221,6 +223,28 @@ def test_timing_leaves_no_checkpoint(tmp_path):
     assert record.best is None
     assert (record.steps, record.timed_steps) == (210, 200)
     assert not (tmp_path / CHECKPOINT).exists()
+
+
+@pytest.mark.parametrize(("steps", "timed"), [(400, 200), (35, 25), (11, 1)])
+def test_a_disturbance_while_timing_does_not_count(tmp_path, monkeypatch, steps, timed):
+    """By a clock that takes a second for a step, and a minute in between for the third block."""
+    now, blocks = 0.0, 0
+
+    def perf_counter() -> float:
+        nonlocal blocks, now
+        blocks += 1
+        now += 60.0 * (blocks == 8)  # the end of the fourth block, after that of the warm-up
+        return now
+
+    def on_progress(progress: Progress) -> None:
+        nonlocal now
+        now += 1.0
+
+    clock = SimpleNamespace(perf_counter=perf_counter, monotonic=time.monotonic)
+    monkeypatch.setattr("schoenbat.training.run.time", clock)
+    options = tiny_options("mean", steps=steps, timing=True)
+    record = train(tiny_task(), options, tmp_path, on_progress=on_progress)
+    assert (record.timed_steps, record.seconds) == (timed, timed)
 
 
 def test_a_batch_that_cannot_be_split_is_refused(tmp_path, monkeypatch):

@@ -251,7 +251,7 @@ def test_ending_well_without_a_result_is_a_failure(options, stand_in):
 
 
 @pytest.mark.parametrize(
-    ("jobs", "timing", "overlapping"), [(2, False, True), (1, False, False), (2, True, False)]
+    ("jobs", "timing", "overlapping"), [(2, False, True), (1, False, False), (2, True, True)]
 )
 def test_jobs_run_at_the_same_time(options, stand_in, jobs, timing, overlapping):
     chosen = options(("text", "image"), jobs=jobs, timing=timing)

@@ -40,7 +40,13 @@ def sweep(
     ] = None,
     tasks: Annotated[str | None, typer.Option(help="Tasks, separated by commas. Default: all five.")] = None,
     seeds: Annotated[int | None, typer.Option(help="Train with seeds 0 to SEEDS - 1. Default: 1.")] = None,
-    jobs: Annotated[int, typer.Option(help="Runs at once. Times of runs at once are not compared.")] = 1,
+    jobs: Annotated[
+        int,
+        typer.Option(
+            help="Runs at once. Times of runs at once are not compared; with --timing they set up at once, "
+            "and are timed one at a time."
+        ),
+    ] = 1,
     budget: Annotated[
         str | None,
         typer.Option(help="End everything within this time: 540, 9m, 1h30m. Runs keep what they reached."),

@@ -58,7 +58,7 @@ class SweepOptions:
     seeds: int = 1
     """Seeds 0 to ``seeds - 1``."""
     jobs: int = 1
-    """How many runs at once; of runs that are timed, always one."""
+    """How many runs at once; of those that are timed, so many set up at once and take their turns."""
     budget: float = math.inf
     """Seconds after which everything has ended, `GRACE` included."""
     timing: bool = False
@@ -81,11 +81,6 @@ class SweepOptions:
         for name, _ in self.train_options:
             if name in _OWN_OPTIONS:
                 raise ValueError(f"train option {name!r} is the sweep's own to set; leave it out")
-
-    @property
-    def parallel(self) -> int:
-        """How many runs at once: a run that is timed has the machine to itself."""
-        return 1 if self.timing else self.jobs
 
     def steps(self, task: str) -> int:
         """How many steps a run of ``task`` is trained: those that were given, else the published ones."""
@@ -141,7 +136,7 @@ def train_command(cell: Cell, options: SweepOptions) -> list[str]:
         command += [f"--{name}", str(value)]
     # A run that is only timed keeps no checkpoint.
     command.append("--timing" if cell.timing else "--resume")
-    if options.parallel > 1:
+    if options.jobs > 1 and not cell.timing:
         command.append("--shared-device")
     for name, value in options.train_options:
         command += [f"--{name}"] if name in _FLAGS else [f"--{name}", value]

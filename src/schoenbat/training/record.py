@@ -23,6 +23,8 @@ PART = ".part"
 WARM_STEPS = 10
 # So many follow in a run that is only timed.
 TIMED_STEPS = 200
+# Steps whose time is taken together.
+TIMED_BLOCK = 20
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class RunRecord:
     """The accuracy on test of always answering the most frequent label."""
     parameters: int
     seconds: float
-    """Of all timed steps together."""
+    """Of all timed steps together; of a run that is only timed, as many times that of the median block."""
     timed_steps: int
     peak_memory: int | None
     """Bytes at the peak of a training step, None where the device does not tell."""

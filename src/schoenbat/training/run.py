@@ -2,8 +2,10 @@
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any, cast
 
 import torch
@@ -32,6 +34,7 @@ from schoenbat.training.processes import (
 from schoenbat.training.record import (
     CHECKPOINT,
     LOG,
+    TIMED_BLOCK,
     TIMED_STEPS,
     WARM_STEPS,
     Accuracy,
@@ -39,7 +42,9 @@ from schoenbat.training.record import (
     find_checkpoint,
     revision,
 )
+from schoenbat.training.replay import EAGER_RUNS
 from schoenbat.training.step import TrainingStep
+from schoenbat.training.turns import turn
 
 # Several devices ask each other after so many steps whether one of them was asked to stop.
 AGREE_EVERY = 10
@@ -178,27 +183,49 @@ class Run:
         }
 
     def train(self) -> None:
-        """All steps that are left."""
-        if self.fabric.is_global_zero and not self.options.timing:
-            self.log = RunLog(self.directory / LOG, self.step)
-        first = self.step
-        end = self.protocol.steps
-        if self.options.timing:
-            end = min(end, WARM_STEPS + TIMED_STEPS)
+        """All steps that are left; of a run that is only timed, as many as that takes."""
         self.model.train()
+        if self.options.timing:
+            self._time()
+        else:
+            self._train()
+        self.training_step.tally()
+
+    def _train(self) -> None:
+        if self.fabric.is_global_zero:
+            self.log = RunLog(self.directory / LOG, self.step)
+        first, end = self.step, self.protocol.steps
         while self.step < end:
             goal = self._next_stop(first, end)
             before = self.step
             self.advance(goal, timed=self.step >= first + WARM_STEPS)
-            if self.step > before and not self.options.timing:
+            if self.step > before:
                 self._report_and_validate(end)
             if self._asked_to_stop():
                 self._interrupt()
-            if not self.options.timing:
-                self._save_if_due(end)
-        self.training_step.tally()
+            self._save_if_due(end)
         if self.log is not None:
             self.log.close()
+
+    def _time(self) -> None:
+        """Set up, then take the steps that count while no other run on this machine is timed.
+
+        Others may be setting up meanwhile, and disturb a few steps: the median of several blocks is taken. On
+        a CPU setting up takes what is timed, so it waits for its turn as well.
+        """
+        end = min(self.protocol.steps, WARM_STEPS + TIMED_STEPS)
+        if self.fabric.device.type == "cuda":
+            self.advance(min(EAGER_RUNS + 1, end), timed=False)
+        each: list[float] = []  # seconds a step, by block
+        with turn(self.stop) if self.fabric.is_global_zero else nullcontext():
+            while self.step < end:
+                timed, before = self.step >= WARM_STEPS, (self.seconds, self.step)
+                self.advance(min(self.step + TIMED_BLOCK if timed else WARM_STEPS, end), timed=timed)
+                if self._asked_to_stop():
+                    self._interrupt()
+                if timed:
+                    each.append((self.seconds - before[0]) / (self.step - before[1]))
+        self.seconds = median(each) * self.timed_steps if each else 0.0
 
     def _next_stop(self, first: int, end: int) -> int:
         """The next step at which something else than training is done."""
