@@ -22,6 +22,15 @@ def _seeded():
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _own_turns(tmp_path_factory):
+    """Runs that these tests time wait for no others."""
+    folder = tmp_path_factory.mktemp("turns")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("schoenbat.training.turns._folder", lambda: folder)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _say_where(record_testsuite_property):
     """For reports of runs on a GPU."""
     if torch.cuda.is_available():

@@ -92,9 +92,12 @@ def run(case: Case) -> float:
         out = attend(*leaves, implementation=implementation)
         trained = [p for p in features.parameters() if p.requires_grad]
         grads = torch.autograd.grad((out.float() * grad).sum(), [*leaves, *trained])
-        # A map's gradients as one: the few of its gains are sums over all rows that may cancel.
-        of_map = [torch.cat([x.flatten() for x in grads[3:]])] if trained else []
-        return [out, *grads[:3], *of_map]
+        if not trained:
+            return [out, *grads]
+        # The few of a map's gains are sums over all rows that may cancel: measured against all of the map's.
+        *of_directions, of_gains = grads[3:]
+        of_map = torch.cat([x.flatten() for x in (*of_directions, of_gains)])
+        return [out, *grads[:3], *of_directions, of_map]
 
     got, again, right = outcome("triton", dtype), outcome("triton", dtype), outcome("eager", torch.float32)
     if not all(torch.equal(a, b) for a, b in zip(got, again, strict=True)):

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import IO
 
 fcntl: ModuleType | None
 try:
@@ -48,3 +49,17 @@ def one_at_a_time(directory: Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+def try_lock(file: IO[bytes], *, shared: bool = False) -> bool:
+    """Lock a file until it is closed, alone or shared with others that share it; False where others hold it.
+
+    Who has locked it may lock it again. Where there are no such locks (on Windows), nobody holds any.
+    """
+    if fcntl is None:
+        return True
+    try:
+        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

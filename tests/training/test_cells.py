@@ -1,6 +1,7 @@
 """Which runs a sweep has, and how each is called."""
 
 import pytest
+import torch
 
 from schoenbat.training.cells import Cell, SweepOptions, parse_train_option, train_command
 
@@ -46,8 +47,13 @@ def test_a_first_seed_is_complete_before_a_second(options):
     ]
 
 
-def test_timing_takes_one_run_of_each_and_shares_the_device_with_none(options):
+@pytest.mark.parametrize(("has_gpu", "parallel"), [(True, 4), (False, 1)])
+def test_timing_takes_one_run_of_each_and_shares_the_device_with_none(
+    options, monkeypatch, has_gpu, parallel
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     timed = options(seeds=3, jobs=4, timing=True)
+    assert timed.parallel == parallel
     assert timed.cells == [Cell("text", "softmax", 0, timing=True)]
     command = train_command(timed.cells[0], timed)
     assert "--timing" in command

@@ -4,7 +4,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,12 +16,13 @@ import torch
 from training.tiny import tiny_options, tiny_task
 
 from schoenbat.registry import attention_names
-from schoenbat.training import checkpoint
+from schoenbat.training import checkpoint, turns
 from schoenbat.training.failure import NonFiniteError
-from schoenbat.training.interruption import Interrupted
+from schoenbat.training.interruption import Interrupted, StopRequest
 from schoenbat.training.log import read_log
 from schoenbat.training.record import CHECKPOINT, LOG
 from schoenbat.training.run import Progress, Run, train
+from schoenbat.training.turns import turn
 
 # Sums depend on how many threads share them: as many as in the tests themselves.
 ENVIRONMENT = {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
@@ -145,7 +149,6 @@ def test_a_run_stopped_while_testing_tests_again(tmp_path, monkeypatch):
 SCRIPT = """
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from training.tiny import tiny_options, tiny_task
 from schoenbat.training.run import train
 options = tiny_options(steps=2000, evaluate_every=20, checkpoint_seconds=0.0)
@@ -227,24 +230,51 @@ def test_timing_leaves_no_checkpoint(tmp_path):
 
 @pytest.mark.parametrize(("steps", "timed"), [(400, 200), (35, 25), (11, 1)])
 def test_a_disturbance_while_timing_does_not_count(tmp_path, monkeypatch, steps, timed):
-    """By a clock that takes a second for a step, and a minute in between for the third block."""
-    now, blocks = 0.0, 0
-
-    def perf_counter() -> float:
-        nonlocal blocks, now
-        blocks += 1
-        now += 60.0 * (blocks == 8)  # the end of the fourth block, after that of the warm-up
-        return now
+    """By a clock that a step takes a second of, and whatever comes at step 55 a minute."""
+    now = 0.0
 
     def on_progress(progress: Progress) -> None:
         nonlocal now
-        now += 1.0
+        now += 60.0 if progress.step == 55 else 1.0
 
-    clock = SimpleNamespace(perf_counter=perf_counter, monotonic=time.monotonic)
+    clock = SimpleNamespace(perf_counter=lambda: now, monotonic=time.monotonic)
     monkeypatch.setattr("schoenbat.training.run.time", clock)
     options = tiny_options("mean", steps=steps, timing=True)
     record = train(tiny_task(), options, tmp_path, on_progress=on_progress)
     assert (record.timed_steps, record.seconds) == (timed, timed)
+
+
+def test_a_run_that_is_timed_waits_for_its_turn(tmp_path):
+    waited = []
+
+    def on_progress(progress: Progress) -> None:
+        if progress.is_waiting:
+            waited.append(progress.step)
+            release.set()
+
+    def hold() -> None:
+        with turn(StopRequest(), lambda: None):
+            held.set()
+            release.wait(60)
+
+    held, release = threading.Event(), threading.Event()
+    other = threading.Thread(target=hold)
+    setting_up_first = turns.setting_up
+
+    @contextmanager
+    def then_another_is_timed() -> Iterator[None]:
+        with setting_up_first():
+            yield
+        other.start()
+        held.wait(60)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("schoenbat.training.run.setting_up", then_another_is_timed)
+        options = tiny_options("mean", steps=20, timing=True)
+        record = train(tiny_task(), options, tmp_path, on_progress=on_progress)
+    other.join()
+    assert waited == [4]
+    assert record.timed_steps == 10
 
 
 def test_a_batch_that_cannot_be_split_is_refused(tmp_path, monkeypatch):

@@ -1,43 +1,97 @@
-"""Runs that are timed wait for one another."""
+"""Runs that are timed wait for one another, and for those that set up."""
 
 import threading
+import time
 
 import pytest
 
-from schoenbat.training import turns
 from schoenbat.training.interruption import StopRequest
-from schoenbat.training.turns import turn
+from schoenbat.training.turns import setting_up, turn
 
 
-@pytest.fixture(autouse=True)
-def own_lock(tmp_path, monkeypatch):
-    monkeypatch.setattr(turns, "_lock", lambda: tmp_path / "lock")
+def take_turn():
+    return turn(StopRequest(), lambda: None)
 
 
-def test_one_at_a_time():
-    inside, most = [], []
-
-    def run(number: int) -> None:
-        for _ in range(20):
-            with turn(StopRequest()):
-                inside.append(number)
-                most.append(len(inside))
-                inside.remove(number)
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
+def in_threads(*runs):
+    threads = [threading.Thread(target=run) for run in runs]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert most == [1] * 80
+
+
+def test_one_at_a_time_is_timed():
+    inside, most = set(), []
+
+    def run():
+        for _ in range(5):
+            with take_turn():
+                inside.add(threading.get_ident())
+                time.sleep(0.002)
+                most.append(len(inside))
+                inside.remove(threading.get_ident())
+
+    in_threads(*[run] * 4)
+    assert most == [1] * 20
+
+
+def test_runs_set_up_at_once():
+    both = threading.Barrier(2, timeout=5)
+
+    def run():
+        with setting_up():
+            both.wait()
+
+    in_threads(run, run)
+    assert not both.broken
+
+
+def test_nobody_is_timed_while_another_sets_up():
+    waits, came = threading.Event(), []
+
+    def timed():
+        with turn(StopRequest(), waits.set):
+            came.append("timed")
+
+    with setting_up():
+        thread = threading.Thread(target=timed)
+        thread.start()
+        assert waits.wait(5)
+        came.append("set up")
+    thread.join()
+    assert came == ["set up", "timed"]
+
+
+def test_who_waits_to_be_timed_comes_before_who_begins_to_set_up():
+    waits, came = threading.Event(), []
+
+    def timed():
+        with turn(StopRequest(), waits.set):
+            came.append("timed")
+
+    def begins():
+        with setting_up():
+            came.append("set up")
+
+    threads = [threading.Thread(target=run) for run in (timed, begins)]
+    with setting_up():
+        threads[0].start()
+        assert waits.wait(5)
+        time.sleep(0.2)
+        threads[1].start()
+        time.sleep(0.2)
+    for thread in threads:
+        thread.join()
+    assert came == ["timed", "set up"]
 
 
 def test_a_run_that_is_asked_to_stop_waits_no_longer():
-    stop = StopRequest()
-    with turn(StopRequest()):
-        waiting = threading.Thread(target=lambda: turn(stop).__enter__())
+    stop, waits = StopRequest(), threading.Event()
+    with take_turn():
+        waiting = threading.Thread(target=lambda: turn(stop, waits.set).__enter__())
         waiting.start()
-        waiting.join(0.2)
+        assert waits.wait(5)
         assert waiting.is_alive()
         stop.number = 15
         waiting.join(5)
@@ -45,7 +99,7 @@ def test_a_run_that_is_asked_to_stop_waits_no_longer():
 
 
 def test_an_exception_ends_a_turn():
-    with pytest.raises(RuntimeError, match="a step failed"), turn(StopRequest()):
+    with pytest.raises(RuntimeError, match="a step failed"), take_turn():
         raise RuntimeError("a step failed")
-    with turn(StopRequest()):
+    with turn(StopRequest(), lambda: pytest.fail("the lock is still held")):
         pass

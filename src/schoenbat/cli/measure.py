@@ -97,7 +97,9 @@ def speed(
 ) -> None:
     """How fast RMFA is beside exact kernelized attention and SDPA, and how much memory each takes.
 
-    With --attentions: time, memory and their growth with the length n, of each attention.
+    On a GPU in bfloat16, by the replay of a CUDA graph: a plain call also takes Python's time.
+
+    With --attentions: time, memory and their growth with the length n, of a plain call of each attention.
     """
     from schoenbat.experiments.comparison import SpeedComparison, parse_attentions
     from schoenbat.experiments.speed import SpeedOptions

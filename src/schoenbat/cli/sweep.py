@@ -43,8 +43,8 @@ def sweep(
     jobs: Annotated[
         int,
         typer.Option(
-            help="Runs at once. Times of runs at once are not compared; with --timing they set up at once, "
-            "and are timed one at a time."
+            help="Runs at once. Times of runs at once are not compared; with --timing on a GPU they set up "
+            "at once, and are timed one at a time."
         ),
     ] = 1,
     budget: Annotated[

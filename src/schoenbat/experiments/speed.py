@@ -7,7 +7,7 @@ sequences take it less time than Python takes to ask for it.
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -47,8 +47,15 @@ class SpeedOptions:
     budget: float = 10.0
     """A quadratic rival is left out where one call is expected to take more seconds than this."""
     seed: int = 0
+    dtype: str = field(init=False)
+    """What the device is fast in."""
+    timed: str = field(init=False)
+    """``"replay"`` of a CUDA graph, or ``"call"``."""
 
     def __post_init__(self) -> None:
+        on_gpu = torch.device(self.device).type == "cuda"
+        object.__setattr__(self, "dtype", "bfloat16" if on_gpu else "float32")
+        object.__setattr__(self, "timed", "replay" if on_gpu else "call")
         for kernel in self.kernels:
             get_kernel(kernel)
         if torch.device(self.device).type == "cuda" and not torch.cuda.is_available():
@@ -76,11 +83,6 @@ class SpeedOptions:
             "head_dim": 64,
         }
         return cls(**grid | options)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """What the device is fast in."""
-        return torch.bfloat16 if torch.device(self.device).type == "cuda" else torch.float32
 
     @property
     def total(self) -> int:
@@ -165,8 +167,8 @@ def _draw_inputs(options: SpeedOptions, length: int, device: torch.device) -> li
     shape = 1, options.num_heads, length, options.head_dim
     query, key, value = (torch.randn(shape, generator=generator).to(device) for _ in range(3))
     normalize = PreSBN("token")
-    rows = normalize(query), normalize(key), value
-    return [x.detach().to(options.dtype).requires_grad_() for x in rows]
+    rows, dtype = (normalize(query), normalize(key), value), getattr(torch, options.dtype)
+    return [x.detach().to(dtype).requires_grad_() for x in rows]
 
 
 def _attentions(options: SpeedOptions) -> Iterator[tuple[str, str | None, int | None, Attention]]:
@@ -203,8 +205,9 @@ def _affordable(row: SpeedRow, shorter: SpeedRow | None, options: SpeedOptions) 
 def _measure(row: SpeedRow, attention: Attention, inputs: list[Tensor], options: SpeedOptions) -> SpeedRow:
     device = torch.device(options.device)
     call = partial(_forward if row.direction == FORWARD else _backward, attention, inputs)
-    if device.type == "cuda":
-        timing = time_replay(call, seconds=options.seconds)
+    if options.timed == "replay":
+        with torch.cuda.device(device):
+            timing = time_replay(call, seconds=options.seconds)
     else:
         timing = time_call(call, device, seconds=options.seconds)
     return replace(row, **asdict(timing), memory=peak_memory(call, device))

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from schoenbat.registry import build_attention
 from schoenbat.training.protocol import OF_WHOLE_RUNS, Protocol
 from schoenbat.training.record import RESULT, RunResult, read_result, run_directory
@@ -58,7 +60,7 @@ class SweepOptions:
     seeds: int = 1
     """Seeds 0 to ``seeds - 1``."""
     jobs: int = 1
-    """How many runs at once; of those that are timed, so many set up at once and take their turns."""
+    """How many runs at once."""
     budget: float = math.inf
     """Seconds after which everything has ended, `GRACE` included."""
     timing: bool = False
@@ -81,6 +83,11 @@ class SweepOptions:
         for name, _ in self.train_options:
             if name in _OWN_OPTIONS:
                 raise ValueError(f"train option {name!r} is the sweep's own to set; leave it out")
+
+    @property
+    def parallel(self) -> int:
+        """How many runs at once; on a GPU those that are timed take turns (see `turns`), a CPU has one."""
+        return 1 if self.timing and not torch.cuda.is_available() else self.jobs
 
     def steps(self, task: str) -> int:
         """How many steps a run of ``task`` is trained: those that were given, else the published ones."""

@@ -53,7 +53,7 @@ class RunRecord:
     """The accuracy on test of always answering the most frequent label."""
     parameters: int
     seconds: float
-    """Of all timed steps together; of a run that is only timed, as many times that of the median block."""
+    """Of all timed steps; where a run is only timed, as if each took what one of the median block takes."""
     timed_steps: int
     peak_memory: int | None
     """Bytes at the peak of a training step, None where the device does not tell."""

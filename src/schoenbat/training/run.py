@@ -44,7 +44,7 @@ from schoenbat.training.record import (
 )
 from schoenbat.training.replay import EAGER_RUNS
 from schoenbat.training.step import TrainingStep
-from schoenbat.training.turns import turn
+from schoenbat.training.turns import setting_up, turn
 
 # Several devices ask each other after so many steps whether one of them was asked to stop.
 AGREE_EVERY = 10
@@ -59,6 +59,8 @@ class Progress:
     accuracy: float | None = None
     validation: float | None = None
     steps_per_second: float | None = None
+    is_waiting: bool = False
+    """For other runs, which are timed."""
 
 
 OnProgress = Callable[[Progress], None]
@@ -92,13 +94,17 @@ def train(
     """
     fabric = make_fabric(options.accelerator, options.devices, options.strategy, options.precision)
     launch(fabric)
-    run = Run(fabric, task, options, directory, on_progress if fabric.is_global_zero else _quiet)
+    takes_turns = options.timing and fabric.world_size == 1
+    with setting_up() if takes_turns else nullcontext():
+        run = Run(fabric, task, options, directory, on_progress if fabric.is_global_zero else _quiet)
+        if options.timing:
+            run.take_first_steps()
     try:
         # All processes read the one that the first finds.
         found = fabric.broadcast(find_checkpoint(directory))
         if resume and not options.timing and found is not None:
             run.restore(found)
-        with run.stop.listening():
+        with run.stop.listening(), turn(run.stop, run.tell_waiting) if takes_turns else nullcontext():
             run.train()
             record = run.record()
     except RuntimeError as error:
@@ -182,6 +188,15 @@ class Run:
             for name in ("validation", "test")
         }
 
+    def take_first_steps(self) -> None:
+        """Those in which everything is compiled and captured."""
+        self.model.train()
+        self.advance(min(EAGER_RUNS + 1, self.protocol.steps), timed=False)
+
+    def tell_waiting(self) -> None:
+        """Other runs are timed, or set up to be."""
+        self.on_progress(Progress(self.step, is_waiting=True))
+
     def train(self) -> None:
         """All steps that are left; of a run that is only timed, as many as that takes."""
         self.model.train()
@@ -208,23 +223,16 @@ class Run:
             self.log.close()
 
     def _time(self) -> None:
-        """Set up, then take the steps that count while no other run on this machine is timed.
-
-        Others may be setting up meanwhile, and disturb a few steps: the median of several blocks is taken. On
-        a CPU setting up takes what is timed, so it waits for its turn as well.
-        """
+        """Steps in blocks, of which the median one counts: what disturbs a few steps does not."""
         end = min(self.protocol.steps, WARM_STEPS + TIMED_STEPS)
-        if self.fabric.device.type == "cuda":
-            self.advance(min(EAGER_RUNS + 1, end), timed=False)
         each: list[float] = []  # seconds a step, by block
-        with turn(self.stop) if self.fabric.is_global_zero else nullcontext():
-            while self.step < end:
-                timed, before = self.step >= WARM_STEPS, (self.seconds, self.step)
-                self.advance(min(self.step + TIMED_BLOCK if timed else WARM_STEPS, end), timed=timed)
-                if self._asked_to_stop():
-                    self._interrupt()
-                if timed:
-                    each.append((self.seconds - before[0]) / (self.step - before[1]))
+        while self.step < end:
+            timed, before = self.step >= WARM_STEPS, (self.seconds, self.step)
+            self.advance(min(self.step + TIMED_BLOCK if timed else WARM_STEPS, end), timed=timed)
+            if self._asked_to_stop():
+                self._interrupt()
+            if timed:
+                each.append((self.seconds - before[0]) / (self.step - before[1]))
         self.seconds = median(each) * self.timed_steps if each else 0.0
 
     def _next_stop(self, first: int, end: int) -> int:

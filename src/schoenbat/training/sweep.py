@@ -123,7 +123,7 @@ def run(options: SweepOptions, command: Command | None = None) -> Generator[Even
     next_report = 0.0
     try:
         while (waiting or running) and time.monotonic() < stop_at:
-            while waiting and len(running) < options.jobs:
+            while waiting and len(running) < options.parallel:
                 started = _start(waiting.popleft(), options, command)
                 if isinstance(started, _Process):
                     running.append(started)

@@ -5,7 +5,7 @@ tiles are a chunk: inside it scores are formed; what lies before it (behind it, 
 TILES tiles are a segment: one program goes through it and leaves the sums over what is `near`, the part of the segment
 that lies before each chunk (each tile, for sums of rows alone); `scan` adds up what is `far`, the segments before.
 
-`accumulate` and `scan` serve keys and values in the forward pass and, backwards, queries and output gradients in the
+`accumulate` and `scan` serve keys and values in both passes and, from the end on, queries and output gradients in the
 backward pass. In `causal`, `read` gives each query row its output, `query_backward` its gradient and what `accumulate` needs
 from it; in `causal_keys`, `key_backward` gives the gradients of keys and values, for each query head.
 
