@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, cast
@@ -15,7 +15,7 @@ from torch import Tensor
 from schoenbat.data.retrieval import floors
 from schoenbat.data.task import Task
 from schoenbat.normalization import synchronize_statistics
-from schoenbat.training import checkpoint, shards
+from schoenbat.training import checkpoint, resuming
 from schoenbat.training.batches import DeviceSplit, batch_order
 from schoenbat.training.classifier import Classifier
 from schoenbat.training.evaluation import Evaluation
@@ -26,13 +26,10 @@ from schoenbat.training.processes import (
     LostProcessError,
     any_process,
     is_lost_connection,
-    is_sharded,
     launch,
     make_fabric,
-    spread,
 )
 from schoenbat.training.record import (
-    CHECKPOINT,
     LOG,
     TIMED_BLOCK,
     TIMED_STEPS,
@@ -311,76 +308,13 @@ class Run:
     def save(self) -> None:
         """Write a checkpoint; a failed step in it would be of no use, so that is looked for first."""
         self.training_step.raise_if_failed()
-        weights, optimizer = self.module.state_dict(), self.optimizer.state_dict()
-        rest = {
-            "options": self.options.identity,
-            "data": self.task.fingerprint,
-            "step": self.step,
-            "counters": checkpoint.on_cpu(self.training_step.counters()),
-            "random_states": checkpoint.random_states(self.fabric),
-            "best": None if self.best is None else asdict(self.best),
-            "validation": self.validation,
-            "seconds": self.seconds,
-            "timed_steps": self.timed_steps,
-            "peak_memory": self.peak_memory,
-        }
-        if is_sharded(self.fabric):
-            tensors = {"model": weights, "best_weights": self.best_weights, "optimizer": optimizer["state"]}
-            shards.save(self.fabric, self.directory, tensors, rest)
-        elif self.fabric.is_global_zero:
-            tensors = {"model": checkpoint.on_cpu(weights), "best_weights": self.best_weights}
-            path = self.directory / CHECKPOINT
-            checkpoint.save(path, {**rest, **tensors, "optimizer": optimizer})
-            checkpoint.remove_others(path)
-        self.fabric.barrier()
+        resuming.save(self)
         self._saved_at, self.saved_step = time.monotonic(), self.step
 
     def restore(self, path: Path) -> None:
         """Continue from a checkpoint that any number of devices wrote, by any strategy."""
-        state = shards.load_rest(path) if path.is_dir() else checkpoint.load(path)
-        wanted = self.options.identity | {"data": self.task.fingerprint}
-        saved = state["options"] | {"data": state["data"]}
-        checkpoint.refuse_other_options(path, {name: saved.get(name) for name in wanted}, wanted)
-        self._restore_tensors(path, state)
-        self.step = self.saved_step = state["step"]
-        self.training_step.restore(state["counters"])
-        self.best = None if state["best"] is None else Accuracy(**state["best"])
-        self.validation = state["validation"]
-        self.seconds, self.timed_steps = state["seconds"], state["timed_steps"]
-        self.peak_memory = state["peak_memory"]
-        if not checkpoint.set_random_state(self.fabric, state["random_states"]):
-            torch.manual_seed(1_000_003 * self.step + self.options.seed + 1 + self.fabric.global_rank)
-
-    def _restore_tensors(self, path: Path, state: dict[str, Any]) -> None:
-        if path.is_dir():
-            tensors = shards.load(path, self._empty_tensors())
-        else:
-            tensors = {
-                "model": state["model"],
-                "best_weights": state["best_weights"] or {},
-                "optimizer": state["optimizer"]["state"],
-            }
-            if is_sharded(self.fabric):
-                tensors = spread(tensors, self._empty_tensors())
-        self.module.load_state_dict(tensors["model"])
-        self.best_weights = tensors["best_weights"]
-        groups = self.optimizer.state_dict()["param_groups"]
-        self.optimizer.load_state_dict({"state": tensors["optimizer"], "param_groups": groups})
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.training_step.learning_rate
-
-    def _empty_tensors(self) -> dict[str, Any]:
-        """Of all tensors that a checkpoint may hold, what this device has: to be overwritten."""
-        weights = self.module.state_dict()
-        moments = {
-            number: {
-                "step": torch.zeros(()),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }
-            for number, parameter in enumerate(self.module.parameters())
-        }
-        return {"model": weights, "best_weights": checkpoint.on_cpu(weights), "optimizer": moments}
+        resuming.restore(self, path)
+        self.saved_step = self.step
 
     def record(self) -> RunRecord:
         """Test the last and the best model, and sum up."""
