@@ -16,13 +16,13 @@ import torch
 from training.tiny import tiny_options, tiny_task
 
 from schoenbat.registry import attention_names
-from schoenbat.training import checkpoint, turns
+from schoenbat.training import checkpoint
 from schoenbat.training.failure import NonFiniteError
 from schoenbat.training.interruption import Interrupted, StopRequest
 from schoenbat.training.log import read_log
 from schoenbat.training.record import CHECKPOINT, LOG
 from schoenbat.training.run import Progress, Run, train
-from schoenbat.training.turns import turn
+from schoenbat.training.turns import setting_up, turn
 
 # Sums depend on how many threads share them: as many as in the tests themselves.
 ENVIRONMENT = {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
@@ -244,7 +244,7 @@ def test_a_disturbance_while_timing_does_not_count(tmp_path, monkeypatch, steps,
     assert (record.timed_steps, record.seconds) == (timed, timed)
 
 
-def test_a_run_that_is_timed_waits_for_its_turn(tmp_path):
+def test_a_run_that_is_timed_waits_for_its_turn(tmp_path, monkeypatch):
     waited = []
 
     def on_progress(progress: Progress) -> None:
@@ -259,19 +259,17 @@ def test_a_run_that_is_timed_waits_for_its_turn(tmp_path):
 
     held, release = threading.Event(), threading.Event()
     other = threading.Thread(target=hold)
-    setting_up_first = turns.setting_up
 
     @contextmanager
     def then_another_is_timed() -> Iterator[None]:
-        with setting_up_first():
+        with setting_up():
             yield
         other.start()
         held.wait(60)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("schoenbat.training.run.setting_up", then_another_is_timed)
-        options = tiny_options("mean", steps=20, timing=True)
-        record = train(tiny_task(), options, tmp_path, on_progress=on_progress)
+    monkeypatch.setattr("schoenbat.training.run.setting_up", then_another_is_timed)
+    options = tiny_options("mean", steps=20, timing=True)
+    record = train(tiny_task(), options, tmp_path, on_progress=on_progress)
     other.join()
     assert waited == [4]
     assert record.timed_steps == 10

@@ -21,6 +21,20 @@ def in_threads(*runs):
         thread.join()
 
 
+def waiting_run(came):
+    """A run that waits to be timed, and then says so."""
+    waits = threading.Event()
+
+    def run():
+        with turn(StopRequest(), waits.set):
+            came.append("timed")
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert waits.wait(5)
+    return thread
+
+
 def test_one_at_a_time_is_timed():
     inside, most = set(), []
 
@@ -48,41 +62,29 @@ def test_runs_set_up_at_once():
 
 
 def test_nobody_is_timed_while_another_sets_up():
-    waits, came = threading.Event(), []
-
-    def timed():
-        with turn(StopRequest(), waits.set):
-            came.append("timed")
-
+    came = []
     with setting_up():
-        thread = threading.Thread(target=timed)
-        thread.start()
-        assert waits.wait(5)
+        thread = waiting_run(came)
         came.append("set up")
     thread.join()
     assert came == ["set up", "timed"]
 
 
 def test_who_waits_to_be_timed_comes_before_who_begins_to_set_up():
-    waits, came = threading.Event(), []
+    came = []
 
-    def timed():
-        with turn(StopRequest(), waits.set):
-            came.append("timed")
-
-    def begins():
+    def begin():
         with setting_up():
             came.append("set up")
 
-    threads = [threading.Thread(target=run) for run in (timed, begins)]
+    begins = threading.Thread(target=begin)
     with setting_up():
-        threads[0].start()
-        assert waits.wait(5)
+        waits = waiting_run(came)
         time.sleep(0.2)
-        threads[1].start()
+        begins.start()
         time.sleep(0.2)
-    for thread in threads:
-        thread.join()
+    waits.join()
+    begins.join()
     assert came == ["timed", "set up"]
 
 

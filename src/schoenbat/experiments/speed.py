@@ -58,7 +58,7 @@ class SpeedOptions:
         object.__setattr__(self, "timed", "replay" if on_gpu else "call")
         for kernel in self.kernels:
             get_kernel(kernel)
-        if torch.device(self.device).type == "cuda" and not torch.cuda.is_available():
+        if on_gpu and not torch.cuda.is_available():
             raise ValueError(f"device {self.device!r} was asked for, but PyTorch sees no GPU; use cpu")
 
     @classmethod

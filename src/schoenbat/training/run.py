@@ -94,7 +94,7 @@ def train(
     takes_turns = options.timing and fabric.world_size == 1
     with setting_up() if takes_turns else nullcontext():
         run = Run(fabric, task, options, directory, on_progress if fabric.is_global_zero else _quiet)
-        if options.timing:
+        if takes_turns:
             run.take_first_steps()
     try:
         # All processes read the one that the first finds.

@@ -4,7 +4,6 @@ Every cell is a process of its own that keeps its files in its own directory. A 
 a cell with a checkpoint is continued, so a sweep may be ended at any moment, in any way, and started again.
 """
 
-import fcntl
 import os
 import re
 import signal
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from schoenbat.files import try_lock
 from schoenbat.training.cells import GRACE, Cell, SweepOptions, disagreement, is_done, is_known, train_command
 from schoenbat.training.gathered import read_runs
 from schoenbat.training.log import read_log
@@ -180,9 +180,7 @@ def _start(cell: Cell, options: SweepOptions, command: Command | None) -> "_Proc
     directory = cell.directory(options.out)
     directory.mkdir(parents=True, exist_ok=True)
     lock = (directory / LOCK).open("wb")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not try_lock(lock):
         lock.close()
         return Skipped(cell, LOCKED)
     obstacle = _clear_result(cell, options)
