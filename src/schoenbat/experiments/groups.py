@@ -13,6 +13,8 @@ KERNELS = ("exp", "inv", "logi", "trigh", "sqrt")
 # The paper's map on the rows as they are, and with its normalisation; both at scale 1/√d.
 _RMFA = "schoenbat:construction=paper,scale=none,normalization=none,post=false"
 _PAPER = "schoenbat:construction=paper,scale=none,normalization=batch"
+# Nothing above degree 2, exact on as many directions as features pay for; a model can learn to use them.
+_SQUARED = "construction=exact-low,kernel=(1+x)**2"
 
 
 @dataclass(frozen=True)
@@ -98,8 +100,13 @@ GROUPS: dict[str, Group] = {
             "SchoenbAt, smaller constant": "schoenbat:kernel=exp(x)-0.9",
             "SchoenbAt, head norm for post-SBN": "schoenbat:post=false,head_norm=true",
             "SchoenbAt, exact-low, heads both ways": f"{TUNED},construction=exact-low",
-            "SchoenbAt, exact-low, squared, both ways": f"{TUNED},construction=exact-low,kernel=(1+x)**2",
-            "SchoenbAt, smaller constant, heads both ways": f"{TUNED},kernel=exp(x)-0.9",
+            "SchoenbAt, exact-low, window, heads both ways": f"{TUNED},construction=exact-low,window=64",
+            "SchoenbAt, exact-low, window": "schoenbat:construction=exact-low,window=64",
+            "SchoenbAt, exact-low, squared": f"schoenbat:{_SQUARED}",
+            "SchoenbAt, exact-low, squared, heads both ways": f"{TUNED},{_SQUARED}",
+            "SchoenbAt, exact-low, squared, 256 features, heads both ways": (
+                f"{TUNED},{_SQUARED},num_features=256"
+            ),
             "softmax, qk-norm": "softmax:qk_norm=true",
             "softmax, qk-norm, rotary": "softmax:qk_norm=l2,rotary=true",
             "softmax, qk-norm, heads both ways": EXACT,
