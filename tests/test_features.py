@@ -488,6 +488,19 @@ def test_a_saved_map_gives_the_same_outputs_after_loading_into_any_other(options
         assert [p.requires_grad for p in other.parameters()] == [True] * len(list(features.parameters()))
 
 
+@pytest.mark.parametrize("options", MAPS)
+def test_a_map_of_the_same_sizes_is_loaded_into_the_same_memory(options):
+    features = MaclaurinFeatures(8, 30, scale=0.9, seed=0, **options)
+    saved = {
+        name: 2 * tensor if tensor.is_floating_point() else tensor
+        for name, tensor in features.state_dict().items()
+    }
+    before = {name: tensor.data_ptr() for name, tensor in features.state_dict().items()}
+    features.load_state_dict(saved)
+    assert {name: tensor.data_ptr() for name, tensor in features.state_dict().items()} == before
+    assert all(tensor.equal(saved[name]) for name, tensor in features.state_dict().items())
+
+
 def test_loading_keeps_the_parameters_an_optimizer_holds():
     features, other = (MaclaurinFeatures(8, 30, construction="paper", trainable=True, seed=s) for s in (0, 1))
     held = dict(other.named_parameters())

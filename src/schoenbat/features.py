@@ -267,10 +267,15 @@ class MaclaurinFeatures(nn.Module):
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, *rest: Any, **named: Any
     ) -> None:
-        """Take the sizes of the saved map, which may have been drawn with other degrees."""
+        """Take the sizes of the saved map, which may have been drawn with other degrees.
+
+        A map of the same sizes is written into the memory of this one: a CUDA graph may be reading it.
+        """
         for name in _TRAINED:
             saved, own = state_dict.get(prefix + name), getattr(self, name)
-            if saved is not None and own is not None and saved.shape[:-1] == own.shape[:-1]:
+            if saved is None or own is None or saved.shape == own.shape:
+                continue
+            if saved.shape[:-1] == own.shape[:-1]:
                 self._replace(name, own.new_empty(saved.shape))
         super()._load_from_state_dict(state_dict, prefix, *rest, **named)
         table = state_dict.get(prefix + "degree_table")

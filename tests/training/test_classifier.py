@@ -40,6 +40,17 @@ def test_every_parameter_learns(attention):
     assert not idle
 
 
+@pytest.mark.parametrize("attention", [*attention_names(), "schoenbat:construction=exact-low,window=4"])
+def test_weights_are_loaded_into_the_memory_that_a_graph_reads(attention):
+    """The best weights are put back before the test, which replays a CUDA graph."""
+    model, other = (Classifier(attention, **SIZES) for _ in range(2))
+    before = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
+    model.load_state_dict(model.state_dict())
+    assert {name: tensor.data_ptr() for name, tensor in model.state_dict().items()} == before
+    model.load_state_dict(other.state_dict())
+    assert all(tensor.equal(other.state_dict()[name]) for name, tensor in model.state_dict().items())
+
+
 @pytest.mark.parametrize("attention", attention_names())
 def test_what_is_drawn_at_random_differs_by_layer_and_by_seed(attention):
     def drawn(seed):
