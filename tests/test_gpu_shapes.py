@@ -23,7 +23,7 @@ def test_cases_are_told_apart_by_their_text():
 )
 def test_a_case_is_run_and_compared(text, monkeypatch):
     monkeypatch.setattr(gpu_shapes, "LENGTH", 40)
-    assert gpu_shapes.run(gpu_shapes.Case.parse(text)) < 1e-5
+    assert max(gpu_shapes.run(gpu_shapes.Case.parse(text)).values()) < 1e-5
 
 
 def test_columns_that_change_places_are_found(monkeypatch):
@@ -34,7 +34,14 @@ def test_columns_that_change_places_are_found(monkeypatch):
 
     monkeypatch.setattr(gpu_shapes, "LENGTH", 40)
     monkeypatch.setattr(launch_causal, "attend_backward", wrong)
-    assert gpu_shapes.run(gpu_shapes.Case.parse("16,16,18,exact-low,causal")) > gpu_shapes.TOLERANCE
+    problem = gpu_shapes.too_large(gpu_shapes.run(gpu_shapes.Case.parse("16,16,18,exact-low,causal")))
+    assert "of q" in problem
+    assert "of output" not in problem
+
+
+def test_what_is_not_a_number_is_too_large():
+    assert gpu_shapes.too_large({"output": 0.01, "q": float("nan")}) == "error nan of q, above 0.03"
+    assert gpu_shapes.too_large({"output": 0.01}) is None
 
 
 def test_what_goes_wrong_is_reported(tmp_path, monkeypatch):
