@@ -8,6 +8,7 @@ from run_records import run, timing
 from schoenbat.experiments.groups import GROUPS, TASKS
 from schoenbat.report import arena
 from schoenbat.report.lra import NAIVE, tabulate
+from schoenbat.training.record import Accuracy
 
 
 def cells_of(table, name):
@@ -37,12 +38,12 @@ def test_the_average_of_four_tasks_is_computed():
 
 
 def test_ours_stands_below_the_papers_line():
-    tuned = GROUPS["main"].attentions["SchoenbAt tuned"]
+    code = GROUPS["paper"].attentions["SchoenbAt, the paper's code"]
     runs = [run(test, seed=seed) for seed, test in enumerate((0.6, 0.62, 0.67))]
-    lines = arena.accuracy_table(tabulate([*runs, run(0.5, attention=tuned)])).splitlines()
+    lines = arena.accuracy_table(tabulate([*runs, run(0.5, attention=code)])).splitlines()
     starts = [line.split("|")[1].strip() for line in lines]
     assert starts[starts.index("softmax") - 1] == "*Softmax, paper*"
-    assert starts[starts.index("SchoenbAt tuned") - 1] == "*SchoenbAt exp, paper*"
+    assert starts[starts.index("SchoenbAt, the paper's code") - 1] == "*SchoenbAt exp, paper*"
     cells = cells_of("\n".join(lines), "softmax")
     assert cells == ["63.00 ± 3.61", "–", "–", "–", "–", "–", "–", "", "3", "10,000"]
 
@@ -50,6 +51,19 @@ def test_ours_stands_below_the_papers_line():
 def test_seeds_that_left_chance_are_counted():
     runs = [run(test, task="pathfinder", seed=seed) for seed, test in enumerate((0.5, 0.51, 0.7))]
     assert cells_of(arena.accuracy_table(tabulate(runs)), "softmax")[-3:-1] == ["1 of 3", "3"]
+
+
+def test_a_test_that_is_not_known_is_an_empty_cell_and_the_last_step_is_shown():
+    last = Accuracy(10_000, 0.65, 0.7)
+    runs = [run(None, task="pathfinder", last=last), run(0.6, task="pathfinder", seed=1, last=last), run()]
+    results = tabulate(runs)
+    assert cells_of(arena.accuracy_table(results), "softmax")[:5] == ["60.00", "–", "–", "–", "–"]
+    assert cells_of(arena.accuracy_table(results), "softmax")[-3] == ""
+    assert cells_of(arena.last_step_table(results), "softmax")[:4] == ["50.00", "–", "–", "70.00 ± 0.00"]
+
+
+def test_without_runs_nothing_stands_after_the_last_step():
+    assert arena.last_step_table(tabulate([timing(10.0)])) == ""
 
 
 def test_seeds_and_steps_that_differ_between_tasks_are_a_span():

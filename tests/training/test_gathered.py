@@ -77,9 +77,13 @@ def test_a_sweep_leaves_out_what_is_known(tmp_path):
     leave(tmp_path / "runs", task="text")
     leave(tmp_path / "runs", task="image", best=None, last=None, steps=210)
     leave(tmp_path / "runs", task="listops", steps=500)
+    leave(tmp_path / "runs", task="pathfinder", best=Accuracy(80, 0.7))
     gather(tmp_path / "runs", tmp_path / "lra.json")
     options = SweepOptions(
-        ("text", "image", "listops"), ("softmax",), out=tmp_path / "new", known=tmp_path / "lra.json"
+        ("text", "image", "listops", "pathfinder"),
+        ("softmax",),
+        out=tmp_path / "new",
+        known=tmp_path / "lra.json",
     )
     events = run(options, lambda cell: ["false"])
     skipped = [event.cell.task for event in events if isinstance(event, Skipped) and event.reason == DONE]

@@ -65,6 +65,17 @@ def accuracy_table(results: LraTable) -> str:
     return table(heading, lines)
 
 
+def last_step_table(results: LraTable) -> str:
+    """Accuracy on test in percent after the last step, of what was measured here; empty without runs."""
+    lines = []
+    for attention in _attentions(results):
+        rows = {row.task: row for row in _rows_of(results, attention)}
+        if any(row.last_accuracy for row in rows.values()):
+            cells = [percent(rows[task].last_accuracy if task in rows else None) for task in TITLES]
+            lines.append([shown_as(attention), *cells])
+    return table(["attention", *TITLES.values()], lines) if lines else ""
+
+
 def time_table(results: LraTable) -> str:
     """Time of a training step over that of softmax with its scores formed, as in the paper."""
     lines = _lines(results, "time", ".3f", lambda row: number(row.time_over_naive, ".3f"))

@@ -12,7 +12,7 @@ from schoenbat.registry import attention_names
 from schoenbat.report.paper import printed
 from schoenbat.training.gathered import read_runs
 from schoenbat.training.protocol import OF_WHOLE_RUNS
-from schoenbat.training.record import RunResult
+from schoenbat.training.record import Accuracy, RunResult
 
 NAIVE, SDPA = "softmax:naive=true", "softmax"
 """The attentions that times are divided by."""
@@ -206,8 +206,8 @@ def _row(place: Place, trained: list[RunResult], timed: dict[Place, RunResult]) 
     task, attention = place
     timing = timed.get(place)
     measured = [run.record for run in ([timing] if timing else trained)]
-    best = [run.record.best.test for run in trained if run.record.best]
-    last = [run.record.last.test for run in trained if run.record.last]
+    best = _tests([run.record.best for run in trained])
+    last = _tests([run.record.last for run in trained])
     accuracy = _printed("accuracy", place)
     return LraRow(
         task=task,
@@ -228,6 +228,13 @@ def _row(place: Place, trained: list[RunResult], timed: dict[Place, RunResult]) 
         paper_time=_printed("time", place),
         paper_memory=_printed("memory", place),
     )
+
+
+def _tests(accuracies: Iterable[Accuracy | None]) -> list[float]:
+    """None of them unless all are known: seeds that are missing are not to be averaged over unseen."""
+    tests = [accuracy.test for accuracy in accuracies if accuracy is not None]
+    known = [test for test in tests if test is not None]
+    return known if len(known) == len(tests) else []
 
 
 def _printed(quantity: str, place: Place) -> float | None:
@@ -258,7 +265,7 @@ def _averages(rows: Sequence[LraRow]) -> Iterator[LraRow]:
                 paper_accuracy=_average([row.paper_accuracy for row in chosen], len(tasks)),
                 paper_time=_average([row.paper_time for row in chosen], len(tasks)),
             )
-            if average.accuracy or average.time_over_naive or average.time_over_sdpa:
+            if average.accuracy or average.last_accuracy or average.time_over_naive or average.time_over_sdpa:
                 yield average
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from schoenbat.experiments.error import ErrorRow
+from schoenbat.experiments.groups import GROUPS
 from schoenbat.experiments.speed import SpeedRow
 from schoenbat.experiments.theorems import BiasRow, FormulaRow, KernelRow, RestoringRow, TailRow
 from schoenbat.report import arena, numerical
@@ -112,6 +113,9 @@ def _show_accuracies(files: Files, path: Path) -> Iterator[str]:
     if far := list(arena.far_from_paper(results)):
         yield f"Further than {arena.CLOSE:g} points from what the paper prints of the same attention:"
         yield _bullets(far)
+    if last := arena.last_step_table(results):
+        yield "The same runs after their last step, none of them chosen by its validation accuracy:"
+        yield last
     if results.notes:
         yield "What was left out, or is not alike:"
         yield _bullets(results.notes)
@@ -143,7 +147,11 @@ def _show_ablation(files: Files, path: Path) -> Iterator[str]:
 def _show_tuning(files: Files, path: Path) -> Iterator[str]:
     runs, _ = _read_runs(path)
     yield _runs_provenance(files, path, runs)
-    yield arena.tuning_table(runs)
+    # Trials that were trained in full lie with the other runs.
+    others = files.results / "lra.json"
+    tried = GROUPS["tuning"].attentions.values()
+    full = [run for run in read_runs(others)[0] if run.record.attention in tried] if others.exists() else []
+    yield arena.tuning_table([*runs, *full])
 
 
 def _show_translation(files: Files, path: Path) -> Iterator[str]:

@@ -151,9 +151,10 @@ def train_command(cell: Cell, options: SweepOptions) -> list[str]:
 
 
 def is_known(cell: Cell, options: SweepOptions, known: Iterable[RunResult]) -> bool:
-    """Whether one of the ``known`` results is what the sweep asks of the cell."""
+    """Whether one of the ``known`` results is what the sweep asks of the cell, and says how the test went."""
     return any(
         result.timing == cell.timing
+        and (result.record.best is None or result.record.best.test is not None)
         and result.record.task == cell.task
         and disagreement(result, cell, options) is None
         for result in known

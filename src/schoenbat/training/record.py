@@ -33,7 +33,8 @@ class Accuracy:
 
     step: int
     validation: float
-    test: float
+    test: float | None = None
+    """None where it is not tested yet, or was found to be wrong."""
 
 
 @dataclass(frozen=True)

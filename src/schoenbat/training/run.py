@@ -283,7 +283,7 @@ class Run:
         if self.log is not None:
             self.log.write(step=self.step, validation=validation)
         if self.protocol.selects(self.step) and (self.best is None or validation > self.best.validation):
-            self.best = Accuracy(self.step, validation, float("nan"))
+            self.best = Accuracy(self.step, validation)
             self.best_weights = checkpoint.on_cpu(self.module.state_dict())
 
     def evaluate(self, split: str, stop: StopRequest | None = None) -> float:
