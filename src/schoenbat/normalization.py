@@ -223,43 +223,50 @@ class PostSBN(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         with without_autocast(x):
-            if is_concrete(x) and as_operators() and torch.is_grad_enabled():
+            if is_concrete(x) and as_operators():
                 return _OddPower.apply(x, self.gamma, self.beta, self.epsilon)
             return _odd_power(x, self.gamma, self.beta, self.epsilon)
 
 
 def _odd_power(x: Tensor, gamma: Tensor, beta: Tensor, epsilon: float) -> Tensor:
     """What `PostSBN` gives."""
-    a, _, power = _power(x, beta, epsilon)
-    return (gamma.to(a.dtype)[:, None] * a * power).to(x.dtype)
+    a, size = _sizes(x, epsilon)
+    return (gamma.to(a.dtype)[:, None] * a * (size.log() * _exponent(beta, a)).exp()).to(x.dtype)
 
 
-def _power(x: Tensor, beta: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
-    """a in float32 at least, √(a² + ε²), and that to the power |β| − 1."""
+def _sizes(x: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """a in float32 at least, and √(a² + ε²)."""
     a = x.to(torch.promote_types(x.dtype, torch.float32))
     if torch.onnx.is_in_onnx_export():  # which knows no hypot
-        size = (a.square() + epsilon**2).sqrt()
-    else:
-        size = torch.hypot(a, a.new_full((), epsilon))  # whose square may not fit
-    return a, size, size.pow(beta.to(a.dtype).abs()[:, None] - 1)
+        return a, (a.square() + epsilon**2).sqrt()
+    # A square may not fit; and the logarithm of infinity, times an exponent of 0, would not be a number.
+    return a, torch.hypot(a, a.new_full((), epsilon)).clamp(max=torch.finfo(a.dtype).max)
+
+
+def _exponent(beta: Tensor, a: Tensor) -> Tensor:
+    """Of sizes. Powers go by logarithms: `pow` does more, for numbers that no size is, and takes longer."""
+    return beta.to(a.dtype).abs()[:, None] - 1
 
 
 class _OddPower(torch.autograd.Function):
-    """The same, with gradients that start from x alone: what lies between is as large, in float32."""
+    """The same in place; gradients start from x alone, as what lies between is as large, in float32."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gamma: Tensor, beta: Tensor, epsilon: float) -> Tensor:
         ctx.save_for_backward(x, gamma, beta)
         ctx.epsilon = epsilon
-        return _odd_power(x, gamma, beta, epsilon)
+        a, size = _sizes(x, epsilon)
+        power = size.log_().mul_(_exponent(beta, a)).exp_()
+        return power.mul_(a).mul_(gamma.to(a.dtype)[:, None]).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, gamma, beta = ctx.saved_tensors
-        a, size, power = _power(x, beta, ctx.epsilon)
-        g = grad.to(a.dtype) * power
+        a, size = _sizes(x, ctx.epsilon)
+        log, exponent = size.log(), _exponent(beta, a)
+        g = grad.to(a.dtype) * (log * exponent).exp()
+        by_row = g * a
         rows = tuple(d for d in range(x.dim()) if d not in (x.dim() - 3, x.dim() - 1))
-        to_gamma, to_beta = (g * a).sum(rows), (g * a * size.log()).sum(rows) * gamma * beta.sign()
-        exponent = beta.to(a.dtype).abs()[:, None] - 1
+        to_gamma, to_beta = by_row.sum(rows), (by_row * log).sum(rows) * gamma * beta.sign()
         to_x = g * gamma.to(a.dtype)[:, None] * (1 + exponent * (a / size).square())
         return to_x.to(x.dtype), to_gamma.to(gamma.dtype), to_beta.to(beta.dtype), None

@@ -116,14 +116,15 @@ def attend_causal(
     before: Before | None,
 ) -> Tensor:
     from schoenbat.ops.triton import library
+    from schoenbat.ops.triton.launch_causal import keys_seen
 
     plan, trained, flags = lay_out(query, feature_map, query.dtype)
     small = plan, trained, feature_map.coefficients, query_scale, flags, feature_map.key_scale
-    unit = as_unit(unit_rows)
+    unit, seen = as_unit(unit_rows), keys_seen(mask, query.shape[-2])
     sums, count = ([], None) if before is None else (list(before.sums), before.seen)
     return in_parts(
         value,
-        lambda part: library.attend_causal(query, key, part, mask, sums, count, *small, *unit)[0],
+        lambda part: library.attend_causal(query, key, part, mask, seen, sums, count, *small, *unit)[0],
     )
 
 

@@ -282,7 +282,7 @@ def test_operator_is_well_formed():
     plan = make_plan(feature_map.blocks, feature_map.weight, torch.float32, 16)
     x = [rows(1, 1, 1, 5, 16, seed=i, dtype=torch.float32).to(DEVICE).requires_grad_() for i in range(3)]
     scale = torch.ones(1, 1, 1, 1, device=DEVICE, requires_grad=True)
-    arguments = (*x, None, [], None, plan.tensors, [], feature_map.coefficients, scale, plan.flags, 1.2)
+    arguments = (*x, None, None, [], None, plan.tensors, [], feature_map.coefficients, scale, plan.flags, 1.2)
     arguments += 2, 1e-13
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(library.attend_causal.operator, arguments, test_utils=checks)

@@ -188,7 +188,7 @@ def test_operators_are_well_formed():
     calls = [
         (library.summarize, (*x[1:], None, plan.tensors, plan.flags, 1.2, 2, 1e-13)),
         (library.read, (x[0], sums, state.count, *small)),
-        (library.attend_causal, (*x, None, sums, state.count, small[0], [], *small[1:], 1.2, 2, 1e-13)),
+        (library.attend_causal, (*x, None, None, sums, state.count, small[0], [], *small[1:], 1.2, 2, 1e-13)),
     ]
     for operator, arguments in calls:
         torch.library.opcheck(operator.operator, arguments, test_utils=checks)

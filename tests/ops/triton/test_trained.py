@@ -189,7 +189,9 @@ def test_operator_is_well_formed(is_causal):
     small = *map_and_scale, 1.2, 2, 1e-13
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     if is_causal:
-        torch.library.opcheck(library.attend_causal.operator, (*x, None, [], None, *small), test_utils=checks)
+        torch.library.opcheck(
+            library.attend_causal.operator, (*x, None, None, [], None, *small), test_utils=checks
+        )
     else:
         torch.library.opcheck(library.attend.operator, (*x, None, *small), test_utils=checks)
 

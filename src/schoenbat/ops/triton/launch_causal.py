@@ -125,6 +125,7 @@ def attend(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
+    seen: Tensor | None,
     state: Sequence[Tensor],
     count: Tensor | None,
     plan: Plan,
@@ -135,6 +136,7 @@ def attend(
 ) -> list[Tensor]:
     """Outputs, and for each row three values that the backward pass starts from.
 
+    With a mask, `seen` is what `keys_seen` gives.
     A sequence goes on from the four sums of a `state` of `count` keys, or (with none and None) from nothing.
     """
     shape = Shape.of(query, value)
@@ -150,7 +152,7 @@ def attend(
             each = min(_MOST_TILES, split(programs, heads, axis.tiles)[1])
             programs = cdiv(programs, each)
         causal.read[(programs * heads,)](
-            *(q, k, v, flat(mask, k), _counts(mask, axis, k), query_scale),
+            *(q, k, v, flat(mask, k), k if seen is None else seen, query_scale),
             *(per_map(coefficients, plan), out, *by_row, *sums, _earlier(count, k)),
             *(
                 *q.stride()[:3],
@@ -180,6 +182,7 @@ def attend_backward(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
+    seen: Tensor | None,
     state: Sequence[Tensor],
     count: Tensor | None,
     saved: Sequence[Tensor],  # what `attend` gave
@@ -220,7 +223,7 @@ def attend_backward(
     programs = axis.programs(axis.first_query, heads)
     to_scale = inverse.new_empty(*q.shape[:2], programs[0] // heads)
     causal.query_backward[programs](
-        *(q, k, v, flat(mask, k), _counts(mask, axis, k), query_scale),
+        *(q, k, v, flat(mask, k), k if seen is None else seen, query_scale),
         *(per_map(coefficients, plan), g, out, inverse, constant, slope, *key_sums),
         _earlier(count, k),
         *(grad_query, to_total, to_mean, to_floored, to_scale, *strides, *axis.from_tile(axis.first_query)),
@@ -359,17 +362,21 @@ def _earlier(count: Tensor | None, instead: Tensor) -> Tensor:
     return instead if count is None else count.flatten().contiguous()
 
 
-def _counts(mask: Tensor | None, axis: Axis, instead: Tensor) -> Tensor:
-    """How many keys each position sees, ``(B, N)``; without a mask the kernels know."""
+def keys_seen(mask: Tensor | None, queries: int) -> Tensor | None:
+    """How many keys each position sees, ``(B, N)``; without a mask the kernels know.
+
+    It is an input of the operators: a compiler forms it once for all layers and their backward passes.
+    """
     if mask is None:
-        return instead
-    return F.pad(mask.flatten(1), (axis.first_key, 0)).cumsum(1, dtype=torch.int32)
+        return None
+    keys = mask.flatten(1)
+    return F.pad(keys, (max(0, queries - keys.shape[1]), 0)).cumsum(1, dtype=torch.int32)
 
 
-def row_counts(mask: Tensor | None, axis: Axis, like: Tensor) -> Tensor:
+def row_counts(seen: Tensor | None, axis: Axis, like: Tensor) -> Tensor:
     """How many keys each query sees, ``(B, 1, n)``."""
-    if mask is not None:
-        return _counts(mask, axis, like)[:, None, -axis.queries :]
+    if seen is not None:
+        return seen[:, None, -axis.queries :]
     last = torch.arange(axis.queries, device=like.device) + (axis.first_query - axis.first_key)
     return (last + 1).clamp(min=0).view(1, 1, -1)
 

@@ -101,6 +101,7 @@ def causal(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
+    seen: Tensor | None,
     saved: Sequence[Tensor],
     by_row: Sequence[Tensor],
     sums: Sequence[Sequence[Tensor]],
@@ -142,7 +143,7 @@ def causal(
 
     row_tiles = [axis.num_tiles - position[4] for position in positions]
     to_map = _passes(run, row_tiles, (q.shape[1], q.shape[1]), tiles, plan, trained, shape)
-    count = row_counts(mask, axis, k)
+    count = row_counts(seen, axis, k)
     below = constant != _by_head(coefficients, inverse)[0]
     return [*to_map, _coefficients(to_floored, below, to_mean * count, inverse, count, coefficients, shape)]
 

@@ -247,6 +247,7 @@ def attend_causal(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
+    seen: Tensor | None,
     state: Sequence[Tensor],
     count: Tensor | None,
     plan: Sequence[Tensor],
@@ -260,13 +261,13 @@ def attend_causal(
 ) -> list[Tensor]:
     """A map that is trained goes without a state."""
     small = Plan.of(plan, flags), coefficients, query_scale, key_scale, launch.Unit(unit, eps)
-    return launch_causal.attend(query, key, value, mask, state, count, *small)
+    return launch_causal.attend(query, key, value, mask, seen, state, count, *small)
 
 
 @attend_causal.register_fake
 def _(
-    query: Tensor, key: Tensor, value: Tensor, mask: Any, state: Any, count: Any, plan: Any, trained: Any,
-    coefficients: Any, scale: Any, flags: Any, *rest: Any,
+    query: Tensor, key: Tensor, value: Tensor, mask: Any, seen: Any, state: Any, count: Any, plan: Any,
+    trained: Any, coefficients: Any, scale: Any, flags: Any, *rest: Any,
 ) -> list[Tensor]:  # fmt: skip
     batch, heads, groups, length, _ = query.shape
     by_row = [query.new_empty(batch, heads * groups, length, dtype=torch.float32) for _ in range(3)]
@@ -280,6 +281,7 @@ def attend_causal_backward(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
+    seen: Tensor | None,
     state: Sequence[Tensor],
     count: Tensor | None,
     saved: Sequence[Tensor],
@@ -292,7 +294,7 @@ def attend_causal_backward(
     unit: int,
     eps: float,
 ) -> list[Tensor]:
-    inputs, laid_out = (grad, query, key, value, mask), Plan.of(plan, flags)
+    inputs, laid_out = (grad, query, key, value, mask, seen), Plan.of(plan, flags)
     small = coefficients, query_scale, key_scale, launch.Unit(unit, eps)
     grads, by_row, sums = launch_causal.attend_backward(
         *inputs, state, count, saved, laid_out, *small, bool(trained)
@@ -304,9 +306,9 @@ def attend_causal_backward(
 
 @attend_causal_backward.register_fake
 def _(
-    grad: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, state: Any, count: Tensor | None,
-    saved: Any, plan: Any, trained: Sequence[Tensor], coefficients: Tensor, query_scale: Tensor, flags: Any,
-    *rest: Any,
+    grad: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, seen: Any, state: Any,
+    count: Tensor | None, saved: Any, plan: Any, trained: Sequence[Tensor], coefficients: Tensor,
+    query_scale: Tensor, flags: Any, *rest: Any,
 ) -> list[Tensor]:  # fmt: skip
     to_state = [] if count is None else empty_state(query, value, Plan.of(plan, flags))
     to_rows = _empty_gradients(query, key, value, query_scale)
@@ -314,24 +316,24 @@ def _(
 
 
 def _causal_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    query, key, value, mask, state, count, plan, trained, coefficients, query_scale, *ctx.small = inputs
+    query, key, value, mask, seen, state, count, plan, trained, coefficients, query_scale, *ctx.small = inputs
     small = coefficients, query_scale, *plan
-    ctx.save_for_backward(query, key, value, mask, count, *small, *output, *state, *trained)
+    ctx.save_for_backward(query, key, value, mask, seen, count, *small, *output, *state, *trained)
     ctx.set_materialize_grads(False)
 
 
 def _causal_gradient(ctx: Any, grad: list[Tensor | None]) -> tuple[Any, ...]:
-    query, key, value, mask, count, coefficients, query_scale, *rest = ctx.saved_tensors
+    query, key, value, mask, seen, count, coefficients, query_scale, *rest = ctx.saved_tensors
     plan, outputs, rest = rest[:5], rest[5:9], rest[9:]
     state, trained = ([], rest) if count is None else (rest, [])
     to_output = or_zeros(grad[0], query, value.shape[-1])
     to_query, to_key, to_value, to_scale, *more = attend_causal_backward(
-        *(to_output, query, key, value, mask, state, count, outputs, plan, trained),
+        *(to_output, query, key, value, mask, seen, state, count, outputs, plan, trained),
         *(coefficients, query_scale, *ctx.small),
     )
     to_state, to_map = ([], more) if count is None else (more, [])
     to_trained, to_coefficients = _to_trained(to_map)
-    to_rows = to_query, to_key, to_value, None, to_state, None
+    to_rows = to_query, to_key, to_value, None, None, to_state, None
     return *to_rows, [None] * 5, to_trained, to_coefficients, to_scale, None, None, None, None
 
 
