@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("triton")
 import gpu_shapes
 
-from schoenbat.ops.triton import launch_causal
+from schoenbat.ops.triton import launch_causal, launch_map
 
 
 def test_cases_are_told_apart_by_their_text():
@@ -37,6 +37,15 @@ def test_columns_that_change_places_are_found(monkeypatch):
     problem = gpu_shapes.too_large(gpu_shapes.run(gpu_shapes.Case.parse("16,16,18,exact-low,causal")))
     assert "of q" in problem
     assert "of output" not in problem
+
+
+def test_a_gain_that_is_off_is_found(monkeypatch):
+    coefficients = launch_map._coefficients
+    monkeypatch.setattr(gpu_shapes, "LENGTH", 40)
+    monkeypatch.setattr(launch_map, "_coefficients", lambda *arguments: 1.2 * coefficients(*arguments))
+    problem = gpu_shapes.too_large(gpu_shapes.run(gpu_shapes.Case.parse("16,32,18,exact-low,causal trained")))
+    assert problem.count(" of ") == 1
+    assert "of gains" in problem
 
 
 def test_what_is_not_a_number_is_too_large():

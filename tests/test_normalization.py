@@ -382,6 +382,27 @@ def test_post_is_the_same_where_pytorch_differentiates_it():
     torch.testing.assert_close(grads, (to_x, *(to_parameters[name] for name in parameters)))
 
 
+@pytest.mark.parametrize("beta", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("exported", [False, True])
+def test_post_of_what_is_too_large_is_a_number(beta, exported, monkeypatch):
+    """Its square does not fit, or it is infinite."""
+    monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: exported)
+    post, x = PostSBN(1, 4), torch.tensor([3e38, -3e38, torch.inf, -torch.inf]).view(1, 1, 4)
+    with torch.no_grad():
+        post.beta.fill_(beta)
+        without_gradients = post(x)
+    assert torch.equal(post(x), without_gradients)
+    assert torch.equal(without_gradients.sign(), x.sign())
+    if beta == 1:
+        assert torch.equal(without_gradients, x)
+
+
+def test_post_of_other_heads_is_refused():
+    for shape in [(2, 1, 4, WIDTH), (2, HEADS, 4, WIDTH + 1), (HEADS, WIDTH)]:
+        with pytest.raises(ValueError, match=rf"expected \(\.\.\., {HEADS}, n, {WIDTH}\), got"):
+            PostSBN(HEADS, WIDTH)(torch.zeros(shape))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_post_computes_in_float32(dtype):
     """Small outputs: 1e-3² is below float16's smallest number, so half precision would lose the ε."""

@@ -32,10 +32,9 @@ class SchoenbAt(WithProcessGroup):
     ``SchoenbAt(Q, K, V) = postSBN(RMFA(preSBN(Q), preSBN(K), V))``; a drop-in for scaled dot-product
     attention on ``(B, H, n, d)``, with one map shared by all heads.
 
-    The defaults are made for training: an ``"unbiased"`` map at a learned scale that starts at 4. What
-    trained best in the Long Range Arena so far is ``construction="exact-low"`` with ``kernel=polynomial(2,
-    offset=1.0)``, half of the heads causal and half anti-causal. To stay close to a trained softmax, choose
-    ``construction="exact-low"`` and its scale.
+    The defaults are made for training: an ``"unbiased"`` map at a learned scale that starts at 4. Another
+    choice for it is ``construction="exact-low"`` with ``kernel=polynomial(2, offset=1.0)``: see RESULTS.md.
+    To stay close to a trained softmax, choose ``construction="exact-low"`` and its scale.
 
     Args:
         head_dim: d.

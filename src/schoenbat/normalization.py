@@ -222,6 +222,9 @@ class PostSBN(nn.Module):
         self.beta = nn.Parameter(torch.ones(num_heads, value_dim, device=device, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.dim() < 3 or (x.shape[-3], x.shape[-1]) != self.gamma.shape:
+            heads, width = self.gamma.shape
+            raise ValueError(f"expected (..., {heads}, n, {width}), got {tuple(x.shape)}")
         with without_autocast(x):
             if is_concrete(x) and as_operators():
                 return _OddPower.apply(x, self.gamma, self.beta, self.epsilon)
@@ -238,9 +241,11 @@ def _sizes(x: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     """a in float32 at least, and √(a² + ε²)."""
     a = x.to(torch.promote_types(x.dtype, torch.float32))
     if torch.onnx.is_in_onnx_export():  # which knows no hypot
-        return a, (a.square() + epsilon**2).sqrt()
-    # A square may not fit; and the logarithm of infinity, times an exponent of 0, would not be a number.
-    return a, torch.hypot(a, a.new_full((), epsilon)).clamp(max=torch.finfo(a.dtype).max)
+        size = (a.square() + epsilon**2).sqrt()
+    else:
+        size = torch.hypot(a, a.new_full((), epsilon))  # whose square may not fit
+    # The logarithm of infinity, times an exponent of 0, would not be a number.
+    return a, size.clamp(max=torch.finfo(a.dtype).max)
 
 
 def _exponent(beta: Tensor, a: Tensor) -> Tensor:

@@ -59,6 +59,11 @@ def test_a_test_that_is_not_known_is_an_empty_cell_and_the_last_step_is_shown():
     results = tabulate(runs)
     assert cells_of(arena.accuracy_table(results), "softmax")[:5] == ["60.00", "–", "–", "–", "–"]
     assert cells_of(arena.accuracy_table(results), "softmax")[-3] == ""
+    assert list(arena.far_from_paper(tabulate([run(None, last=last)]))) == [
+        "Text: softmax +6.7 (after the last step)"
+    ]
+    shown = arena.accuracy_table(tabulate([run(None, last=last)]))
+    assert cells_of(shown, "softmax")[:2] == ["–", "–"]
     assert cells_of(arena.last_step_table(results), "softmax")[:4] == ["50.00", "–", "–", "70.00 ± 0.00"]
 
 

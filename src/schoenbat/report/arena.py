@@ -36,7 +36,8 @@ CLOSE = 3.0
 # The paper prints one row of memory for all kernels; it stands where the first of them does.
 SHARED = "memory", "schoenbat:kernel=exp"
 
-Cell = Callable[[LraRow], str]
+Cell = Callable[[LraRow], str | None]
+"""What is shown of a row; None where there is nothing to be shown, not even that a figure is missing."""
 
 
 def shown_as(attention: str) -> str:
@@ -53,7 +54,11 @@ def accuracy_table(results: LraTable) -> str:
     """Accuracy on test in percent, its deviation over seeds, and how many seeds learnt Pathfinder."""
     left = f"{TITLES[CHANCE_TASK]} above {100 * LEFT_CHANCE:.0f} %"
     lines = []
-    for attention, line in _lines(results, "accuracy", ".2f", lambda row: percent(row.accuracy)):
+
+    def accuracy(row: LraRow) -> str | None:
+        return percent(row.accuracy) if row.accuracy or row.last_accuracy else None
+
+    for attention, line in _lines(results, "accuracy", ".2f", accuracy):
         rows = _rows_of(results, attention)
         lines.append([*line, _left_chance(rows), _seeds(rows), _steps(rows)])
     heading = ["attention", *TITLES.values(), left, "seeds", "steps"]
@@ -78,7 +83,7 @@ def last_step_table(results: LraTable) -> str:
 
 def time_table(results: LraTable) -> str:
     """Time of a training step over that of softmax with its scores formed, as in the paper."""
-    lines = _lines(results, "time", ".3f", lambda row: number(row.time_over_naive, ".3f"))
+    lines = _lines(results, "time", ".3f", lambda row: _known(row.time_over_naive, ".3f"))
     return table(["attention", *TITLES.values()], [line for _, line in lines])
 
 
@@ -97,7 +102,7 @@ def memory_table(results: LraTable) -> str:
     lines = [
         [*line[: len(TASKS) + 1], _parameters(_rows_of(results, attention))]
         for attention, line in _lines(
-            results, "memory", ",.0f", lambda row: number(row.peak_memory, ",.0f", 2**-20)
+            results, "memory", ",.0f", lambda row: _known(row.peak_memory, ",.0f", 2**-20)
         )
     ]
     return table(["attention", *(TITLES[task] for task in TASKS), "parameters"], lines)
@@ -106,14 +111,13 @@ def memory_table(results: LraTable) -> str:
 def far_from_paper(results: LraTable) -> Iterator[str]:
     """Where an attention that the paper ran is more than `CLOSE` points from what it prints, in words."""
     for task in TASKS:
-        differences = {
-            row.attention: 100 * (row.accuracy.mean - row.paper_accuracy)
-            for row in results.rows
-            if row.task == task and row.accuracy and row.paper_accuracy and _is_of_paper(row.attention)
-        }
-        far = [
-            f"{shown_as(name)} {points:+.1f}" for name, points in differences.items() if abs(points) > CLOSE
-        ]
+        far = []
+        for row in results.rows:
+            spread = row.accuracy or row.last_accuracy
+            if row.task == task and spread and row.paper_accuracy and _is_of_paper(row.attention):
+                points = 100 * (spread.mean - row.paper_accuracy)
+                when = "" if row.accuracy else " (after the last step)"
+                far += [f"{shown_as(row.attention)} {points:+.1f}{when}"] if abs(points) > CLOSE else []
         if far:
             yield f"{TITLES[task]}: {', '.join(far)}"
 
@@ -220,8 +224,12 @@ def _lines(results: LraTable, quantity: str, form: str, ours: Cell) -> Iterator[
         for attention in measured:
             if method_of(attention) == method:
                 rows = {row.task: ours(row) for row in _rows_of(results, attention)}
-                if any(cell != NOT_MEASURED for cell in rows.values()):
-                    yield attention, [shown_as(attention), *(rows.get(t, NOT_MEASURED) for t in TITLES)]
+                if any(cell is not None for cell in rows.values()):
+                    yield attention, [shown_as(attention), *(rows.get(t) or NOT_MEASURED for t in TITLES)]
+
+
+def _known(value: float | None, form: str, factor: float = 1.0) -> str | None:
+    return None if value is None else number(value, form, factor)
 
 
 def _is_of_paper(attention: str) -> bool:

@@ -76,11 +76,11 @@ def _accuracies(table: LraTable) -> _Grid:
         headings,
         tuple(
             (
-                *(_accuracy_cells(row) for row in rows if row.last_accuracy),
+                *(_accuracy_cells(row) for row in rows if row.accuracy or row.last_accuracy),
                 *_floor_cells(rows[0], len(headings)),
             )
             for rows in _sections(table)
-            if any(row.last_accuracy for row in rows)
+            if any(row.accuracy or row.last_accuracy for row in rows)
         ),
         "test: of the checkpoint with the best validation accuracy; ±: sample deviation over seeds; "
         f"left 50 %: share of seeds above {LEFT_CHANCE:.0%}; −: test minus paper",

@@ -147,10 +147,13 @@ def _show_ablation(files: Files, path: Path) -> Iterator[str]:
 def _show_tuning(files: Files, path: Path) -> Iterator[str]:
     runs, _ = _read_runs(path)
     yield _runs_provenance(files, path, runs)
-    # Trials that were trained in full lie with the other runs.
+    # Trials that were trained in full lie with the other runs; the choice saw their first seed.
     others = files.results / "lra.json"
+    trained = [run for run in read_runs(others)[0] if not run.timing] if others.exists() else []
     tried = GROUPS["tuning"].attentions.values()
-    full = [run for run in read_runs(others)[0] if run.record.attention in tried] if others.exists() else []
+    full = [run for run in trained if run.record.attention in tried and run.record.seed == 0]
+    if full:
+        yield f"Those with {full[0].record.steps:,} steps: {_runs_provenance(files, others, full)}"
     yield arena.tuning_table([*runs, *full])
 
 

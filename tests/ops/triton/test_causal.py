@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from functorch.compile import make_boxed_compiler, min_cut_rematerialization_partition
 from ops.triton.specification import (
     DEVICE,
     DTYPES,
@@ -12,6 +13,7 @@ from ops.triton.specification import (
     where_few_keys_are_in_sight,
 )
 from oracle import gradients, make_map, rows
+from torch._dynamo.backends.common import aot_autograd
 
 from schoenbat import SchoenbAt, rmfa
 from schoenbat.functional import attend
@@ -276,16 +278,48 @@ def test_sums_are_not_kept_for_the_backward_pass():
 
 def test_operator_is_well_formed():
     from schoenbat.ops.triton import library
+    from schoenbat.ops.triton.launch_causal import keys_seen
     from schoenbat.ops.triton.plan import make_plan
 
     feature_map = make_map("exact-low", 16, 40, dtype=torch.float32, device=DEVICE).map(torch.float32)
     plan = make_plan(feature_map.blocks, feature_map.weight, torch.float32, 16)
     x = [rows(1, 1, 1, 5, 16, seed=i, dtype=torch.float32).to(DEVICE).requires_grad_() for i in range(3)]
     scale = torch.ones(1, 1, 1, 1, device=DEVICE, requires_grad=True)
-    arguments = (*x, None, None, [], None, plan.tensors, [], feature_map.coefficients, scale, plan.flags, 1.2)
-    arguments += 2, 1e-13
+    small = plan.tensors, [], feature_map.coefficients, scale, plan.flags, 1.2, 2, 1e-13
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(library.attend_causal.operator, arguments, test_utils=checks)
+    mask = torch.tensor([True, False, True, True, True], device=DEVICE).view(1, 1, 1, 5, 1)
+    for masked in [(None, None), (mask, keys_seen(mask, 5))]:
+        arguments = *x, *masked, [], None, *small
+        torch.library.opcheck(library.attend_causal.operator, arguments, test_utils=checks)
+    with pytest.raises(ValueError, match="a mask comes with"):
+        library.attend_causal(*x, mask, None, [], None, *small)
+
+
+def test_compiled_layers_count_the_keys_they_see_once():
+    features = make_map("exact-low", 16, 40, dtype=torch.float32, device=DEVICE)
+    tensors = [x.to(DEVICE).requires_grad_() for x in draw(40, 40)]
+    mask = (torch.rand(1, 40, generator=torch.Generator().manual_seed(0)) > 0.3).to(DEVICE)
+    sums = []
+
+    def count(graph, _):
+        calls = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+        sums.append(sum("cumsum" in call for call in calls))
+        return graph
+
+    def two_layers():
+        options = {"key_mask": mask, "is_causal": True, "implementation": "triton"}
+        out = rmfa(*tensors, features, **options)
+        return rmfa(out, *tensors[1:], features, **options)
+
+    partition = min_cut_rematerialization_partition
+    backend = aot_autograd(fw_compiler=make_boxed_compiler(count), partition_fn=partition)
+    (got, got_grads), (right, right_grads) = (
+        gradients(f, tensors)
+        for f in (torch.compile(two_layers, fullgraph=True, backend=backend), two_layers)
+    )
+    assert sums == [1, 0]
+    for a, b in zip([got, *got_grads], [right, *right_grads], strict=True):
+        assert relative_error(a, b) < TOLERANCE[torch.float32]
 
 
 @pytest.mark.gpu

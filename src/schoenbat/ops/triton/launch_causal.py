@@ -152,7 +152,7 @@ def attend(
             each = min(_MOST_TILES, split(programs, heads, axis.tiles)[1])
             programs = cdiv(programs, each)
         causal.read[(programs * heads,)](
-            *(q, k, v, flat(mask, k), k if seen is None else seen, query_scale),
+            *(q, k, v, flat(mask, k), _seen(seen, mask, k), query_scale),
             *(per_map(coefficients, plan), out, *by_row, *sums, _earlier(count, k)),
             *(
                 *q.stride()[:3],
@@ -223,7 +223,7 @@ def attend_backward(
     programs = axis.programs(axis.first_query, heads)
     to_scale = inverse.new_empty(*q.shape[:2], programs[0] // heads)
     causal.query_backward[programs](
-        *(q, k, v, flat(mask, k), k if seen is None else seen, query_scale),
+        *(q, k, v, flat(mask, k), _seen(seen, mask, k), query_scale),
         *(per_map(coefficients, plan), g, out, inverse, constant, slope, *key_sums),
         _earlier(count, k),
         *(grad_query, to_total, to_mean, to_floored, to_scale, *strides, *axis.from_tile(axis.first_query)),
@@ -371,6 +371,12 @@ def keys_seen(mask: Tensor | None, queries: int) -> Tensor | None:
         return None
     keys = mask.flatten(1)
     return F.pad(keys, (max(0, queries - keys.shape[1]), 0)).cumsum(1, dtype=torch.int32)
+
+
+def _seen(seen: Tensor | None, mask: Tensor | None, instead: Tensor) -> Tensor:
+    if (seen is None) != (mask is None):
+        raise ValueError("a mask comes with what `keys_seen` makes of it")
+    return instead if seen is None else seen
 
 
 def row_counts(seen: Tensor | None, axis: Axis, like: Tensor) -> Tensor:
