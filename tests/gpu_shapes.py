@@ -86,7 +86,7 @@ def run(case: Case) -> dict[str, float]:
     rows = [torch.randn(2, heads, LENGTH, width, device=device) for heads, width in widths]
     rows = [(F.normalize(x, dim=-1) if i < 2 else x).to(dtype) for i, x in enumerate(rows)]
     attend = attention(case, features)
-    # A gradient along the output: gains, which are few, would be sums over rows that cancel with a random one.
+    # A gradient along the output: with a random one the few gains would be sums over rows that cancel.
     with torch.no_grad():
         grad = attend(*(x.float() for x in rows), implementation="eager")
 
