@@ -72,13 +72,9 @@ def accuracy_table(results: LraTable) -> str:
 
 def last_step_table(results: LraTable) -> str:
     """Accuracy on test in percent after the last step, of what was measured here; empty without runs."""
-    lines = []
-    for attention in _attentions(results):
-        rows = {row.task: row for row in _rows_of(results, attention)}
-        if any(row.last_accuracy for row in rows.values()):
-            cells = [percent(rows[task].last_accuracy if task in rows else None) for task in TITLES]
-            lines.append([shown_as(attention), *cells])
-    return table(["attention", *TITLES.values()], lines) if lines else ""
+    return _table_of_ours(
+        results, lambda row: row.last_accuracy is not None, lambda row: percent(row.last_accuracy)
+    )
 
 
 def time_table(results: LraTable) -> str:
@@ -89,12 +85,7 @@ def time_table(results: LraTable) -> str:
 
 def sdpa_table(results: LraTable) -> str:
     """Milliseconds of a training step, and in brackets how much that is of SDPA's."""
-    lines = []
-    for attention in _attentions(results):
-        rows = {row.task: row for row in _rows_of(results, attention)}
-        if any(row.step_seconds for row in rows.values()):
-            lines.append([shown_as(attention), *(_beside_sdpa(rows.get(task)) for task in TITLES)])
-    return table(["attention", *TITLES.values()], lines) if lines else ""
+    return _table_of_ours(results, lambda row: row.step_seconds is not None, _beside_sdpa)
 
 
 def memory_table(results: LraTable) -> str:
@@ -228,6 +219,19 @@ def _lines(results: LraTable, quantity: str, form: str, ours: Cell) -> Iterator[
                     yield attention, [shown_as(attention), *(rows.get(t) or NOT_MEASURED for t in TITLES)]
 
 
+def _table_of_ours(
+    results: LraTable, is_measured: Callable[[LraRow], bool], cell: Callable[[LraRow], str]
+) -> str:
+    """The attentions of which some row is measured, without the paper's; empty where there is none."""
+    lines = []
+    for attention in _attentions(results):
+        rows = {row.task: row for row in _rows_of(results, attention)}
+        if any(map(is_measured, rows.values())):
+            cells = (cell(rows[task]) if task in rows else NOT_MEASURED for task in TITLES)
+            lines.append([shown_as(attention), *cells])
+    return table(["attention", *TITLES.values()], lines) if lines else ""
+
+
 def _known(value: float | None, form: str, factor: float = 1.0) -> str | None:
     return None if value is None else number(value, form, factor)
 
@@ -286,8 +290,8 @@ def _span(values: Sequence[int]) -> str:
     return "–".join(f"{value:,}" for value in dict.fromkeys((min(values), max(values)))) if values else ""
 
 
-def _beside_sdpa(row: LraRow | None) -> str:
-    if row is None or row.time_over_sdpa is None:
+def _beside_sdpa(row: LraRow) -> str:
+    if row.time_over_sdpa is None:
         return NOT_MEASURED
     if row.step_seconds is None:
         return f"({row.time_over_sdpa:.2f})"

@@ -27,6 +27,7 @@ from schoenbat.training.record import RunResult
 from schoenbat.translation.record import EpochRow
 
 TEMPLATE = "results.md.in"
+ARENA = "lra.json"
 
 
 @dataclass(frozen=True)
@@ -139,8 +140,7 @@ def _show_ablation(files: Files, path: Path) -> Iterator[str]:
     if own.notes:
         yield _bullets(own.notes)
     # The times that all are divided by may lie with the other runs.
-    others = files.results / "lra.json"
-    runs += read_runs(others)[0] if others.exists() else []
+    runs += _arena_runs(files)
     yield arena.ablation_table(tabulate(run for run in runs if run.record.task == "text"))
 
 
@@ -148,12 +148,11 @@ def _show_tuning(files: Files, path: Path) -> Iterator[str]:
     runs, _ = _read_runs(path)
     yield _runs_provenance(files, path, runs)
     # Trials that were trained in full lie with the other runs; the choice saw their first seed.
-    others = files.results / "lra.json"
-    trained = [run for run in read_runs(others)[0] if not run.timing] if others.exists() else []
-    tried = GROUPS["tuning"].attentions.values()
-    full = [run for run in trained if run.record.attention in tried and run.record.seed == 0]
+    trained = [run for run in _arena_runs(files) if not run.timing and run.record.seed == 0]
+    full = [run for run in trained if run.record.attention in GROUPS["tuning"].attentions.values()]
     if full:
-        yield f"Those with {full[0].record.steps:,} steps: {_runs_provenance(files, others, full)}"
+        provenance = _runs_provenance(files, files.results / ARENA, full)
+        yield f"Those with {full[0].record.steps:,} steps: {provenance}"
     yield arena.tuning_table([*runs, *full])
 
 
@@ -182,8 +181,8 @@ SECTIONS = {
     "error": Section("error.json", "schoenbat error --out results", _show_error),
     "speed": Section("speed.json", "schoenbat speed --device cuda --out results", _show_speed),
     "cpu": Section("../benchmarks/results/cpu.json", "make bench", _show_lengths),
-    "lra": Section("lra.json", "schoenbat lra sweep --group main", _show_accuracies, arena.accuracy_table),
-    "costs": Section("lra.json", "schoenbat lra sweep --group main --timing", _show_costs, arena.time_table),
+    "lra": Section(ARENA, "schoenbat lra sweep --group main", _show_accuracies, arena.accuracy_table),
+    "costs": Section(ARENA, "schoenbat lra sweep --group main --timing", _show_costs, arena.time_table),
     "ablation": Section(
         "ablation.json", "schoenbat lra sweep --group ablation", _show_ablation, arena.ablation_table
     ),
@@ -199,6 +198,12 @@ def _read(path: Path) -> dict[str, Any]:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is no result file: {error}; write it again") from error
+
+
+def _arena_runs(files: Files) -> list[RunResult]:
+    """The runs of the comparisons, as far as there are any."""
+    path = files.results / ARENA
+    return read_runs(path)[0] if path.exists() else []
 
 
 def _read_runs(path: Path) -> tuple[list[RunResult], LraTable]:
