@@ -179,6 +179,9 @@ def test_the_panel_of_an_error_is_what_a_run_ended_with():
     lines = ["Usage: ...", "╭─ Error ───╮", "│ Invalid   │", "│ value: 3  │", "╰───────────╯"]
     assert _last_words(lines) == "Invalid value: 3"
     assert _last_words(["warming up", "loss is NaN", ""]) == "loss is NaN"
+    traceback = ["│ 12 x = y / 0 │", "╰──────────────╯", "ZeroDivisionError: by zero", "see the manual"]
+    assert _last_words(traceback) == "ZeroDivisionError: by zero"
+    assert _last_words(traceback[:2]) == "12 x = y / 0"
 
 
 def test_a_result_of_other_options_is_neither_the_one_asked_for_nor_written_over(options, stand_in):

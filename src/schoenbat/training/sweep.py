@@ -169,11 +169,22 @@ class _Process:
 
 
 def _last_words(lines: list[str]) -> str:
-    """What a run ended with: its last line, or all lines of the panel that the command line drew last."""
-    if not any(line.startswith("╰") for line in lines):
+    """What a run ended with: its last line, what the command line drew last, or what an error says below that.
+
+    A panel's upper edge may be missing: of a long traceback only the end is kept.
+    """
+    end = _last_start(lines, "╰")
+    if end is None:
         return next((line.strip() for line in reversed(lines) if line.strip()), "nothing on stderr")
-    start = max(place for place, line in enumerate(lines) if line.startswith("╭"))
-    return " ".join(line.strip("│ ") for line in lines[start:] if line.startswith("│"))
+    below = next((line.strip() for line in lines[end + 1 :] if line.strip()), None)
+    if below:
+        return below
+    panel = lines[_last_start(lines, "╭") or 0 : end]
+    return " ".join(line.strip("│ ") for line in panel if line.startswith("│"))
+
+
+def _last_start(lines: list[str], character: str) -> int | None:
+    return max((place for place, line in enumerate(lines) if line.startswith(character)), default=None)
 
 
 def _start(cell: Cell, options: SweepOptions, command: Command | None) -> "_Process | Skipped | Failed":
