@@ -169,7 +169,7 @@ class _Process:
 
 
 def _last_words(lines: list[str]) -> str:
-    """What a run ended with: its last line, what the command line drew last, or what an error says below that.
+    """What a run ended with: its last line, what was drawn last, or what an error says below that.
 
     A panel's upper edge may be missing: of a long traceback only the end is kept.
     """
