@@ -1,21 +1,26 @@
 """The README's figures of a GPU, from what `gpu.py` measured: ``python benchmarks/gpu_page.py``.
 
-Reads nvidia-h200.json and training-nvidia-h200.json in benchmarks/results; writes the tables between their
-markers in README.md, and docs/time-against-length.svg where ever longer sequences were measured.
+Reads nvidia-h200.json in benchmarks/results and lra.json in results; writes the tables between their markers
+in README.md, and docs/time-against-length.svg where ever longer sequences were measured.
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from schoenbat.experiments.groups import find_group
 from schoenbat.files import write_atomically
+from schoenbat.report.arena import sdpa_table
+from schoenbat.report.lra import NAIVE, collect
 from schoenbat.report.pages import fill
 from schoenbat.report.plots import scaling_plot
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "README.md"
 PLOT = HERE.parent / "docs" / "time-against-length.svg"
-GPU, TRAINING = (HERE / "results" / f"{name}.json" for name in ("nvidia-h200", "training-nvidia-h200"))
+GPU = HERE / "results" / "nvidia-h200.json"
+RUNS = HERE.parent / "results" / "lra.json"
 LENGTHS = "16 × "  # the sequences of the plot
 DECODE = "decode"
 RIVALS = {
@@ -31,14 +36,14 @@ Rows = list[dict[str, Any]]
 
 
 def main() -> None:
-    measured, trained = (json.loads(path.read_text(encoding="utf-8"))["rows"] for path in (GPU, TRAINING))
+    measured = json.loads(GPU.read_text(encoding="utf-8"))["rows"]
     if curves := lengths(measured):
         write_atomically(PLOT, scaling_plot(curves))
-    write_atomically(PAGE, fill(PAGE.read_text(encoding="utf-8"), tables(measured, trained)))
+    write_atomically(PAGE, fill(PAGE.read_text(encoding="utf-8"), tables(measured)))
 
 
-def tables(measured: Rows, trained: Rows) -> dict[str, str]:
-    return {"gpu": speed_table(measured), "training": training_table(trained)}
+def tables(measured: Rows) -> dict[str, str]:
+    return {"gpu": speed_table(measured), "training": training_table()}
 
 
 def speed_table(rows: Rows) -> str:
@@ -109,12 +114,14 @@ def _bytes_of_a_tensor(shape: str) -> int:
     return 2 * int(sequences) * int(length.replace(",", "")) * int(head_dim)
 
 
-def training_table(rows: Rows) -> str:
-    lines = ["| task | n | batch | attention | ms a step |", "| --- | ---: | ---: | --- | ---: |"]
-    for row in rows:
-        cells = row["task"], f"{row['length']:,}", row["batch_size"], f"`{row['attention']}`"
-        lines.append(f"| {' | '.join(map(str, cells))} | {1e3 * row['seconds']:.2f} |")
-    return "\n".join(lines)
+def training_table() -> str:
+    """A training step of the Long Range Arena with softmax and with SchoenbAt, each as tuned."""
+    shown = {*find_group("main").attentions.values(), NAIVE}
+    results = collect(RUNS)
+    rows, averages = (
+        tuple(row for row in found if row.attention in shown) for found in (results.rows, results.averages)
+    )
+    return sdpa_table(replace(results, rows=rows, averages=averages))
 
 
 def lengths(rows: Rows) -> dict[str, dict[str, list[tuple[int, float]]]]:

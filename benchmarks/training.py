@@ -1,8 +1,7 @@
-"""One training step of the Long Range Arena model on this machine: ``python benchmarks/training.py``.
+"""What the training engine adds to the model's own time, on a CPU: ``python benchmarks/training.py``.
 
-On a GPU: milliseconds a step with each attention, on sequences of full length, by the engine
-as `schoenbat lra train` runs it. On a CPU, where a step takes long: what the engine adds to the model's own
-time, on sequences of 512. Writes benchmarks/results/training-<device>.json.
+One step of the Long Range Arena model on sequences of 512. Writes benchmarks/results/training-cpu.json. What
+a step takes on a GPU is measured by ``schoenbat lra sweep --timing``.
 """
 
 import tempfile
@@ -23,64 +22,49 @@ from torch import nn
 from torch.nn import functional as F
 
 from schoenbat.data.task import Split, Task
-from schoenbat.report.results import device_name, write_results
+from schoenbat.report.results import write_results
 from schoenbat.training.batches import DeviceSplit
 from schoenbat.training.protocol import Protocol
-from schoenbat.training.run import Run, RunOptions, train
+from schoenbat.training.run import Run, RunOptions
 
 ATTENTIONS = ("softmax", "softmax:naive=true", "schoenbat", "schoenbat:construction=exact-low")
-LENGTHS = {"text": 4096, "listops": 2048}
-CLASSES = {"text": 2, "listops": 10}
-CPU_LENGTH, CPU_STEPS = 512, 12
+TASK, CLASSES = "listops", 10
+LENGTH, STEPS = 512, 12
+PATH = Path(__file__).parent / "results" / "training-cpu.json"
 
 
 @dataclass(frozen=True)
 class StepRow:
-    """What one training step costs; ``model`` is the part that is the model's own, on a CPU."""
+    """What one training step costs, and what of it is the model's own."""
 
     task: str
     attention: str
     length: int
     batch_size: int
     seconds: float
-    model_seconds: float | None = None
+    model_seconds: float
 
 
-def random_task(name: str, length: int, count: int = 256) -> Task:
+def random_task(count: int = 256) -> Task:
     """Tokens without meaning, and no padding: a step's time does not depend on what they say."""
     rng = np.random.default_rng(0)
-    rows = Protocol.paper(name).embedding_rows
-    vocabulary = min(256, rows)
-    tokens = rng.integers(1, vocabulary, (count, length)).astype(np.uint8)
-    labels = rng.integers(0, CLASSES[name], count)
-    split = Split(tokens, np.full(count, length), np.arange(count), labels)
-    return Task(name, vocabulary, CLASSES[name], length, False, split, split, split, "random tokens")
+    vocabulary = Protocol.paper(TASK).embedding_rows
+    tokens = rng.integers(1, vocabulary, (count, LENGTH)).astype(np.uint8)
+    labels = rng.integers(0, CLASSES, count)
+    split = Split(tokens, np.full(count, LENGTH), np.arange(count), labels)
+    return Task(TASK, vocabulary, CLASSES, LENGTH, False, split, split, split, "random tokens")
 
 
-def gpu_rows() -> Iterator[StepRow]:
-    """Every step as a user's run takes it."""
-    for name, length in LENGTHS.items():
-        for attention in ATTENTIONS:
-            options = RunOptions(
-                name, attention, Protocol.paper(name), precision="bf16-mixed", compiled=True, timing=True
-            )
-            with tempfile.TemporaryDirectory() as directory:
-                record = train(random_task(name, length), options, Path(directory))
-            assert record is not None
-            yield StepRow(name, attention, length, options.protocol.batch_size, record.step_seconds)
-            torch.cuda.empty_cache()
-
-
-def cpu_rows() -> Iterator[StepRow]:
+def measure() -> Iterator[StepRow]:
     """The engine's steps and the model's own in turns, so that both meet the same moods of the machine."""
     for attention in ATTENTIONS:
-        options = RunOptions("listops", attention, Protocol.paper("listops"), accelerator="cpu")
+        options = RunOptions(TASK, attention, Protocol.paper(TASK), accelerator="cpu")
         with tempfile.TemporaryDirectory() as directory:
-            run = Run(Fabric(accelerator="cpu"), random_task("listops", CPU_LENGTH), options, Path(directory))
+            run = Run(Fabric(accelerator="cpu"), random_task(), options, Path(directory))
             own = model_step(run)
-            pairs = [(seconds(partial(engine_step, run)), seconds(own)) for _ in range(CPU_STEPS)][2:]
+            pairs = [(seconds(partial(engine_step, run)), seconds(own)) for _ in range(STEPS)][2:]
         engine, model = (median(times) for times in zip(*pairs, strict=True))
-        yield StepRow("listops", attention, CPU_LENGTH, options.protocol.batch_size, engine, model)
+        yield StepRow(TASK, attention, LENGTH, options.protocol.batch_size, engine, model)
 
 
 def engine_step(run: Run) -> None:
@@ -117,17 +101,12 @@ def table(rows: list[StepRow]) -> Table:
             f"{row.length:,}",
             str(row.batch_size),
             f"{row.seconds * 1e3:,.2f}",
-            "" if row.model_seconds is None else f"{row.model_seconds * 1e3:,.2f}",
+            f"{row.model_seconds * 1e3:,.2f}",
         )
     return shown
 
 
 if __name__ == "__main__":
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    on_gpu = device.type == "cuda"
-    total = len(ATTENTIONS) * (len(LENGTHS) if on_gpu else 1)
-    rows = list(track(gpu_rows() if on_gpu else cpu_rows(), "measuring", total=total, auto_refresh=False))
-    name = device_name(device).lower().replace(" ", "-") if on_gpu else "cpu"
-    path = Path(__file__).parent / "results" / f"training-{name}.json"
-    write_results(path, "training", {"attentions": ATTENTIONS}, rows, device=device)
+    rows = list(track(measure(), "measuring", total=len(ATTENTIONS), auto_refresh=False))
+    write_results(PATH, "training", {"attentions": ATTENTIONS}, rows, device=torch.device("cpu"))
     Console(width=100).print(table(rows))

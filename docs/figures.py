@@ -59,7 +59,7 @@ def _load(path: Path) -> Any:
 def tables() -> dict[str, dict[str, str]]:
     """Tables by the page and their name on it."""
     page = _load(ROOT / "benchmarks" / "gpu_page.py")
-    gpu, training = (_read(RESULTS / f"{name}nvidia-h200.json") for name in ("", "training-"))
+    gpu = _read(RESULTS / "nvidia-h200.json")
     return {
         "choosing": {"sharpness": _sharpness_table(_read(FIGURES / "sharpness.json"))},
         "when-not": {
@@ -70,7 +70,7 @@ def tables() -> dict[str, dict[str, str]]:
             "gpu": page.speed_table(gpu),
             "rivals": page.rivals_table(gpu),
             "memory": page.memory_table(gpu),
-            "training": page.training_table(training),
+            "training": page.training_table(),
         },
         "long-context": {
             "parallel": _parallel_table(_read(RESULTS / "parallel.json")),

@@ -72,8 +72,8 @@ def _without_blocks(page: str) -> str:
 def _tables() -> dict[str, list[str]]:
     """The lines that hold figures, of every table of the README, by what writes it."""
     gpu, cpu = (_load(ROOT / "benchmarks" / name) for name in ("gpu_page.py", "cpu_page.py"))
-    measured = (json.loads(path.read_text(encoding="utf-8"))["rows"] for path in (gpu.GPU, gpu.TRAINING))
-    made = {"gpu_page.py": gpu.tables(*measured), "cpu_page.py": cpu.tables()}
+    measured = json.loads(gpu.GPU.read_text(encoding="utf-8"))["rows"]
+    made = {"gpu_page.py": gpu.tables(measured), "cpu_page.py": cpu.tables()}
     return {
         f"benchmarks/{script} ({title})": text.splitlines()[2:]
         for script, tables in made.items()

@@ -111,6 +111,7 @@ GROUPS: dict[str, Group] = {
             "SchoenbAt, exact-low, heads both ways": _EXACT_LOW,
             "SchoenbAt, exact-low, window": "schoenbat:construction=exact-low,window=64",
             "SchoenbAt, exact-low, window, heads both ways": f"{_EXACT_LOW},window=64",
+            "SchoenbAt, squared, heads both ways": f"{_BOTH_WAYS},kernel=(1+x)**2",
             "SchoenbAt, exact-low, squared": "schoenbat:construction=exact-low,kernel=(1+x)**2",
             "SchoenbAt tuned: exact-low, squared, heads both ways": TUNED,
             "SchoenbAt tuned, 256 features": f"{TUNED},num_features=256",
