@@ -611,6 +611,17 @@ def test_copies_are_equal_and_independent(options, duplicate):
     assert not torch.equal(features(x), expected)
 
 
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_a_copy_does_not_attend_with_a_map_that_the_original_had_before(duplicate):
+    """What was made for a dtype is kept with the versions of the buffers, which begin anew in a copy."""
+    features = MaclaurinFeatures(8, 30, seed=0)
+    features.load_state_dict(MaclaurinFeatures(8, 30, seed=1).state_dict())
+    q, k, v = torch.randn(3, 1, 2, 6, 8, dtype=torch.float64).unbind()
+    rmfa(q, k, v, features)
+    features.load_state_dict(MaclaurinFeatures(8, 30, seed=2).state_dict())
+    assert torch.equal(rmfa(q, k, v, duplicate(features)), rmfa(q, k, v, features))
+
+
 @pytest.mark.parametrize("options", MAPS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_rounds_the_output_and_nothing_else(options, dtype):

@@ -264,7 +264,12 @@ class MaclaurinFeatures(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "MaclaurinFeatures":
         """Follow every move, but refuse a cast to half precision: a map rounded once is another map."""
+        self._made.clear()  # what was made lies where the map was
         return super()._apply(refuse_half(fn), recurse)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what was made: in a copy the versions of buffers begin anew, and do not tell them apart."""
+        return {**vars(self), "_made": {}}
 
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, *rest: Any, **named: Any

@@ -102,7 +102,7 @@ class MultiheadSchoenbAt(nn.MultiheadAttention):
             key: likewise.
             value: likewise.
             key_padding_mask: ``(B, n_k)``, bool with **True = ignore** (the opposite of `SchoenbAt`'s
-                key_mask), or float of 0 and −inf.
+                key_mask), or float of 0 and −inf; other values are a ValueError on the CPU.
             need_weights: also return the attention matrix (quadratic): the weights before post-SBN.
             attn_mask: None, or a causal mask; anything else is a ValueError. Its values are looked at in
                 eager mode; under `torch.compile` it needs ``is_causal=True`` beside it.
@@ -222,13 +222,17 @@ class MultiheadSchoenbAt(nn.MultiheadAttention):
 
 
 def _key_mask(key_padding_mask: Tensor | None) -> Tensor | None:
-    """True = ignore, or 0 / −inf, becomes True = takes part."""
+    """True = ignore, or 0 / −inf, becomes True = takes part.
+
+    Only on the CPU is it looked at whether a mask holds nothing else: a GPU would have to be waited for.
+    """
     if key_padding_mask is None:
         return None
     if key_padding_mask.dtype == torch.bool:
         return ~key_padding_mask
     ignored = key_padding_mask.isneginf()
-    if not torch.compiler.is_compiling() and not bool((ignored | (key_padding_mask == 0)).all()):
+    may_look = key_padding_mask.device.type == "cpu" and not torch.compiler.is_compiling()
+    if may_look and not bool((ignored | (key_padding_mask == 0)).all()):
         raise ValueError("a float key_padding_mask must hold 0 and -inf only: other biases need the weights")
     return ~ignored
 

@@ -98,7 +98,10 @@ class _Padding:
     def __init__(self, starts: Sequence[int], members: Sequence[int], device: torch.device) -> None:
         lengths = [starts[i + 1] - starts[i] for i in members]
         self.count, self.longest, total = len(members), max(lengths), sum(lengths)
-        first, length = (torch.tensor(x, device=device) for x in ([starts[i] for i in members], lengths))
+        places = torch.tensor([[starts[i] for i in members], lengths])
+        if device.type == "cuda":  # a copy from other memory would wait for the GPU
+            places = places.pin_memory()
+        first, length = places.to(device, non_blocking=True).unbind()
         sequence = torch.repeat_interleave(length, output_size=total)
         before = (length.cumsum(0) - length)[sequence]
         position = torch.arange(total, device=device) - before

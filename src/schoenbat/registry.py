@@ -4,6 +4,7 @@ import inspect
 import re
 from typing import Any
 
+import torch
 from torch import nn
 
 from schoenbat.adapters import BothWays, Convolved, HeadNorm, Rotary
@@ -68,6 +69,21 @@ def attention_options(name: str) -> tuple[str, ...]:
         raise ValueError(f"unknown attention {name!r}; known are {', '.join(_ATTENTIONS)}")
     parameters = inspect.signature(_ATTENTIONS[name]).parameters
     return (*(option for option in parameters if option not in _GIVEN), *_OF_ALL)
+
+
+def with_seed(text: str, seed: int | None = None) -> str:
+    """The text of an attention with this seed, if it draws something and does not say from which itself.
+
+    None stands for a seed from torch's global generator: two layers then draw differently.
+
+    >>> [with_seed(text, 3) for text in ("performer", "rfa:gate=true", "rfa:seed=1", "mean")]
+    ['performer:seed=3', 'rfa:gate=true,seed=3', 'rfa:seed=1', 'mean']
+    """
+    name, _, options = text.partition(":")
+    if "seed" not in attention_options(name) or "seed=" in options:
+        return text
+    seed = int(torch.randint(2**31, (), device="cpu")) if seed is None else seed
+    return f"{text}{',' if options else ':'}seed={seed}"
 
 
 def build_attention(text: str, head_dim: int, num_heads: int, max_length: int | None = None) -> nn.Module:

@@ -249,7 +249,7 @@ def step(
             tokens = tokens._replace(query=unit_rows(tokens.query), key=unit_rows(tokens.key))
         query_scale = _arrange_scale(tokens, features, scale)
         settings = _settings(tokens, width, True, width, far_weight, far_maps)
-        return _step_eagerly(tokens, features, feature_map, query_scale, settings, state)
+        return _step_eagerly(tokens, features, feature_map, query_scale, settings, state, implementation)
 
 
 def _tensors(*options: object) -> list[Tensor]:
@@ -264,7 +264,9 @@ def _step_eagerly(
     query_scale: Tensor,
     settings: Window,
     state: RMFAWindowState,
+    implementation: str,
 ) -> tuple[Tensor, RMFAWindowState]:
+    """`implementation` is that of the sums over far keys."""
     key, value, length = tokens.key, tokens.value, tokens.key.shape[-2]
     new = torch.ones_like(key[:, :1, :, :, :1], dtype=torch.bool) if tokens.mask is None else tokens.mask
     before = state.key.to(key.dtype), state.value.to(value.dtype), state.mask[:, None, :, None]
@@ -279,7 +281,7 @@ def _step_eagerly(
     if settings.key_map is not None:
         leaving = torch.where(mask[..., :length, :], leaving, 0.0) @ settings.key_map.to(leaving.dtype)
     of_batch = leaving[:, :, 0], value[:, :, 0, :length], features, mask[:, 0, 0, :length, 0]
-    far = replace(state.far).update(*of_batch)
+    far = replace(state.far).update(*of_batch, implementation=implementation)
     # Copies: a view of them would keep the whole prompt in memory.
     last = key[:, :, 0, length:], value[:, :, 0, length:], mask[:, 0, 0, length:, 0]
     key, value, mask = (x.clone() for x in last)

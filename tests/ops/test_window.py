@@ -7,7 +7,7 @@ import torch
 from oracle import Largest, assert_as_good_as_reference, gradients, make_map, poisoned_memory, rows
 
 from schoenbat import SchoenbAt, kernelized_attention, rmfa, rmfa_window
-from schoenbat.ops import reference, window
+from schoenbat.ops import dispatch, reference, window
 from schoenbat.ops.window import Window
 from schoenbat.windowed import RMFAWindowState, rmfa_window_step
 
@@ -262,6 +262,20 @@ def test_a_state_of_the_default_dtype_takes_tokens_of_any(dtype):
     assert whole.dtype == after.key.dtype == after.value.dtype == dtype
     expected = rmfa_window(query, key, value, features, 3, is_causal=True)
     torch.testing.assert_close(whole, expected)
+
+
+def test_an_implementation_by_name_is_that_of_far_keys_too(monkeypatch):
+    asked, accumulate = [], dispatch.accumulate
+
+    def watched(*tensors, implementation):
+        asked.append(implementation)
+        return accumulate(*tensors, implementation=implementation)
+
+    monkeypatch.setattr(dispatch, "accumulate", watched)
+    features, tensors = make_map("exact-low", 6, 16), batch(4)
+    state = RMFAWindowState.zeros(features, 3, batch=2, kv_heads=2, value_dim=5, dtype=torch.float64)
+    rmfa_window_step(*tensors, features, state, implementation="eager")
+    assert asked == ["eager"]
 
 
 def test_a_state_keeps_its_window_and_not_the_prompt():

@@ -195,7 +195,7 @@ def test_a_result_of_other_options_is_neither_the_one_asked_for_nor_written_over
     assert (cell.directory(chosen.out) / RESULT).read_text() == before
     for more, done in [
         ((("steps", "100"), ("batch-size", "32")), True),
-        ((("steps", "100"), ("device", "cpu")), True),
+        ((("steps", "100"), ("checkpoint-seconds", "30")), True),
         ((("steps", "100"), ("batch-size", "16")), False),
         ((("steps", "100"), ("learning-rate", "1e-4")), True),
         ((("steps", "100"), ("keep-zeros", "")), False),

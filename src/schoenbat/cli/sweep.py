@@ -3,6 +3,7 @@
 import signal
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -93,10 +94,16 @@ def sweep(
 
 def _train_options(group: Group, texts: list[str]) -> tuple[tuple[str, str], ...]:
     """What was given; for what was not, the group's own."""
-    from schoenbat.training.cells import parse_train_option
+    from schoenbat.cli.lra import train
+    from schoenbat.training.cells import FLAGS, parse_train_option
 
+    given = dict(parse_train_option(text) for text in texts)
+    known = {name.replace("_", "-") for name in signature(train).parameters} | set(FLAGS)
+    for name in given:
+        if name not in known:
+            raise ValueError(f"'lra train' has no option --{name}; see: schoenbat lra train --help")
     own = {} if group.steps is None else {"steps": str(group.steps)}
-    return tuple((own | dict(parse_train_option(text) for text in texts)).items())
+    return tuple((own | given).items())
 
 
 def _choose(attentions: list[str] | None, group: str | None) -> Group:

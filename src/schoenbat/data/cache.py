@@ -43,8 +43,11 @@ class Manifest:
 def claim(folder: Path) -> None:
     """Make sure that a cache can be written, and delete what writers left that were killed.
 
-    Two writers of one cache at a time are not provided for.
+    One that stepped aside for another that never came steps back. Two writers of one cache at a time are not
+    provided for.
     """
+    if _aside(folder).exists() and not folder.exists():
+        _aside(folder).rename(folder)
     if folder.exists() and not (folder / MANIFEST).is_file():
         raise DataError(f"{folder} is in the way and no prepared task; move it, or choose another place")
     try:
@@ -148,13 +151,20 @@ def _read_array(path: Path, manifest: Manifest) -> NDArray:
 def _put_in_place(temporary: Path, folder: Path) -> None:
     """Rename; a folder that is not empty cannot be replaced, so an old cache steps aside first."""
     if folder.exists():
-        old = temporary.with_name(f".{folder.name}-old.part")
-        folder.rename(old)
-        temporary.rename(folder)
+        old = folder.rename(_aside(folder))
+        try:
+            temporary.rename(folder)
+        except OSError:
+            old.rename(folder)
+            raise
         shutil.rmtree(old)
     else:
         temporary.rename(folder)
     _to_disk(folder.parent)
+
+
+def _aside(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}-old.part")
 
 
 def _to_disk(path: Path) -> None:

@@ -5,7 +5,6 @@ logits ``⟨q, k⟩ / √d`` are ``logit_scale`` times a cosine: unit rows alone
 All attentions are as they start out, in eval mode, with what they draw at random fixed.
 """
 
-import inspect
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from schoenbat.experiments.measurement import available_memory, peak_memory, time_call
 from schoenbat.experiments.speed import FORWARD, PASSES, SpeedOptions, _forward
 from schoenbat.normalization import PreSBN
-from schoenbat.registry import attention_names, build_attention
+from schoenbat.registry import attention_names, build_attention, with_seed
 
 ALL = "all"
 OTHER_AIMS = ("reformer", "skyformer", "cosformer", "rfa", "mean", "none")
@@ -239,17 +238,8 @@ def _draw_inputs(options: ComparisonOptions, length: int, seed: int) -> list[Ten
 
 def _build(text: str, options: ComparisonOptions, seed: int) -> nn.Module:
     """The attention in eval mode; one that draws something and was given no seed gets this one."""
-    build = partial(
-        build_attention,
-        head_dim=options.head_dim,
-        num_heads=options.num_heads,
-        max_length=max(options.lengths),
-    )
-    attention = build(text)
-    if "seed" in inspect.signature(type(attention)).parameters and "seed=" not in text:
-        separator = "," if ":" in text else ":"
-        attention = build(f"{text}{separator}seed={_FIRST_MAP_SEED + seed}")
-    return attention.eval()
+    text = with_seed(text, _FIRST_MAP_SEED + seed)
+    return build_attention(text, options.head_dim, options.num_heads, max(options.lengths)).eval()
 
 
 def _affordable(row: AttentionSpeed, shorter: AttentionSpeed | None, options: SpeedComparison) -> bool:

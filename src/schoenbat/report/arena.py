@@ -12,7 +12,6 @@ from schoenbat.report.lra import (
     CHANCE_TASK,
     LEFT_CHANCE,
     NAIVE,
-    NOT_SETTINGS,
     LraRow,
     LraTable,
     Spread,
@@ -20,7 +19,7 @@ from schoenbat.report.lra import (
 from schoenbat.report.lra_tables import number, percent
 from schoenbat.report.markdown import NOT_MEASURED, table
 from schoenbat.report.paper import Figures, ablation, figures, method_of, name_of
-from schoenbat.training.record import RunResult
+from schoenbat.training.record import NOT_SETTINGS, RunResult
 
 TITLES = {
     "text": "Text",

@@ -11,7 +11,6 @@ from schoenbat.experiments.groups import TASKS
 from schoenbat.registry import attention_names
 from schoenbat.report.paper import printed
 from schoenbat.training.gathered import read_runs
-from schoenbat.training.protocol import OF_WHOLE_RUNS
 from schoenbat.training.record import Accuracy, RunResult
 
 NAIVE, SDPA = "softmax:naive=true", "softmax"
@@ -23,8 +22,6 @@ AVERAGES = {
     "average": TASKS,
     "average without retrieval": tuple(task for task in TASKS if task != "retrieval"),
 }
-# What tells runs apart, or says where and not how they were trained.
-NOT_SETTINGS = ("seed", "attention", "timing", "alone", "accelerator", "report_every", "checkpoint_seconds")
 
 Place = tuple[str, str]
 """Task and attention."""
@@ -140,18 +137,9 @@ def _grouped(runs: Iterable[RunResult], key: Callable[[RunResult], Key]) -> dict
     return groups
 
 
-def _settings(run: RunResult) -> str:
-    """How a run was trained, as text that is equal for runs that may be averaged."""
-    settings = {name: value for name, value in run.settings.items() if name not in NOT_SETTINGS}
-    settings |= {"steps": run.record.steps, "data": run.record.data}
-    if run.timing:
-        settings = {name: value for name, value in settings.items() if name not in OF_WHOLE_RUNS}
-    return json.dumps(settings, sort_keys=True, default=str)
-
-
 def _choose_trained(cell: list[RunResult], notes: list[str]) -> list[RunResult]:
     """The runs of one task and attention that are shown: one of each seed."""
-    groups = _grouped(cell, _settings)
+    groups = _grouped(cell, lambda run: run.way)
     if not groups:
         return []
     # Of one seed, the run that finished last.
@@ -190,7 +178,7 @@ def _differences(how: str, runs: dict[Place, RunResult]) -> Iterator[str]:
     """What makes the attentions of a task unlike to compare."""
     for task in dict.fromkeys(task for task, _ in runs):
         settings = {
-            attention: json.loads(_settings(run)) for (place, attention), run in runs.items() if place == task
+            attention: json.loads(run.way) for (place, attention), run in runs.items() if place == task
         }
         for name in _unequal(list(settings.values())):
             values = (f"{one.get(name)} for {attention}" for attention, one in settings.items())
@@ -244,7 +232,7 @@ def _printed(quantity: str, place: Place) -> float | None:
 
 def _time_over(timing: RunResult | None, reference: RunResult | None) -> float | None:
     """None too where the two were not run alike."""
-    if timing is None or reference is None or _settings(timing) != _settings(reference):
+    if timing is None or reference is None or timing.way != reference.way:
         return None
     own, others = timing.record.step_seconds, reference.record.step_seconds
     return own / others if own and others else None

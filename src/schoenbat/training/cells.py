@@ -2,27 +2,28 @@
 
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from schoenbat.data.cache import read_manifest
 from schoenbat.registry import build_attention
 from schoenbat.training.protocol import OF_WHOLE_RUNS, Protocol
-from schoenbat.training.record import RESULT, RunResult, read_result, run_directory
+from schoenbat.training.record import NOT_SETTINGS, RESULT, RunResult, read_result, run_directory
 
 GRACE = 20.0
 """Seconds that a run has to save its checkpoint once it was asked to end."""
 # What a sweep says itself to `lra train`.
 _OWN_OPTIONS = ("task", "attention", "seed", "data", "out", "resume", "timing", "shared-device")
-# Options of `lra train` without a value, and what its results call them.
-_FLAGS = {
+FLAGS = {
     "compile": ("compiled", "true"),
     "no-compile": ("compiled", "false"),
     "keep-zeros": ("hide_zeros", "false"),
 }
+"""Options of `lra train` without a value, and what its results call them."""
 
 
 @dataclass(frozen=True)
@@ -121,8 +122,8 @@ def parse_train_option(text: str) -> tuple[str, str]:
     """
     name, _, value = (part.strip() for part in text.partition("="))
     name = name.removeprefix("--").replace("_", "-")
-    if not name or bool(value) == (name in _FLAGS):
-        *flags, last = _FLAGS
+    if not name or bool(value) == (name in FLAGS):
+        *flags, last = FLAGS
         raise ValueError(
             f"train option {text!r} is neither a name with a value, as in steps=1000, nor "
             f"{', '.join(flags)} or {last}"
@@ -146,17 +147,22 @@ def train_command(cell: Cell, options: SweepOptions) -> list[str]:
     if options.jobs > 1 and not cell.timing:
         command.append("--shared-device")
     for name, value in options.train_options:
-        command += [f"--{name}"] if name in _FLAGS else [f"--{name}", value]
+        command += [f"--{name}"] if name in FLAGS else [f"--{name}", value]
     return command
 
 
 def is_known(cell: Cell, options: SweepOptions, known: Iterable[RunResult]) -> bool:
-    """Whether one of the ``known`` results is what the sweep asks of the cell, and says how the test went."""
+    """Whether one of the ``known`` results is what the sweep asks of the cell, and says how the test went.
+
+    Times of another GPU than this machine's do not count.
+    """
+    wanted = _wanted(cell, options)
+    device = torch.cuda.get_device_name() if cell.timing and torch.cuda.is_available() else None
     return any(
         result.timing == cell.timing
         and (result.record.best is None or result.record.best.test is not None)
-        and result.record.task == cell.task
-        and disagreement(result, cell, options) is None
+        and device in (None, result.device)
+        and _difference(result, wanted) is None
         for result in known
     )
 
@@ -171,11 +177,16 @@ def is_done(cell: Cell, options: SweepOptions) -> bool:
 
 def disagreement(result: RunResult, cell: Cell, options: SweepOptions) -> str | None:
     """How a result was trained otherwise than the sweep asks for, None where it was not."""
-    recorded = result.settings | asdict(result.record)
+    return _difference(result, _wanted(cell, options))
+
+
+def _wanted(cell: Cell, options: SweepOptions) -> dict[str, str]:
+    """What a result of the cell says, by name."""
     wanted = {"task": cell.task, "attention": cell.attention, "seed": str(cell.seed)}
     for name, value in options.train_options:
-        known, value = _FLAGS.get(name, (name.replace("-", "_"), value))
-        wanted[known] = value
+        known, value = FLAGS.get(name, (name.replace("-", "_"), value))
+        if known not in NOT_SETTINGS:
+            wanted[known] = value
     # What was not given is as published.
     for name, value in asdict(Protocol.paper(cell.task, steps=options.steps(cell.task))).items():
         if not isinstance(value, tuple):
@@ -183,6 +194,13 @@ def disagreement(result: RunResult, cell: Cell, options: SweepOptions) -> str | 
     if cell.timing:
         # A run that is timed does not take all its steps.
         wanted = {name: value for name, value in wanted.items() if name not in OF_WHOLE_RUNS}
+    if (options.data / cell.task).is_dir():
+        wanted["data"] = read_manifest(options.data / cell.task).fingerprint
+    return wanted
+
+
+def _difference(result: RunResult, wanted: Mapping[str, str]) -> str | None:
+    recorded = result.settings | asdict(result.record)
     for name in wanted:
         if name in recorded and not _same_value(recorded[name], wanted[name]):
             return f"{name} {recorded[name]}, not {wanted[name]}"

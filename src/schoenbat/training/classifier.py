@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from schoenbat.registry import attention_options, build_attention
+from schoenbat.registry import attention_options, build_attention, with_seed
 
 
 class Classifier(nn.Module):
@@ -126,14 +126,10 @@ class Layer(nn.Module):
 def _completed(attention: str, dropout: float) -> str:
     """The text of an attention with what a layer adds to it, unless it says so itself.
 
-    That is the rate at which weights are dropped, which softmax attention alone has, and the seed of what is
-    drawn at random: every layer draws its own from torch's global generator.
+    That is the rate at which weights are dropped, which softmax attention alone has, and a seed of its own
+    for what is drawn at random.
     """
-    name, _, text = attention.partition(":")
-    parts = [text] if text else []
-    known = attention_options(name)
-    if "dropout" in known and "dropout=" not in text:
-        parts.append(f"dropout={dropout}")
-    if "seed" in known and "seed=" not in text:
-        parts.append(f"seed={int(torch.randint(2**31, ()))}")
-    return f"{name}:{','.join(parts)}" if parts else name
+    name, _, options = attention.partition(":")
+    if "dropout" in attention_options(name) and "dropout=" not in options:
+        attention = f"{attention}{',' if options else ':'}dropout={dropout}"
+    return with_seed(attention)

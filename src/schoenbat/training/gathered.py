@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from schoenbat.files import write_atomically
+from schoenbat.files import one_at_a_time, write_atomically
 from schoenbat.training.record import EXPERIMENT, RESULT, RunResult, parse_result, read_result
 
 GATHERED = f"{EXPERIMENT}-runs"
@@ -26,20 +26,23 @@ def gather(runs: Path, file: Path) -> tuple[int, int]:
     ``runs`` is a directory, or a file of gathered runs, such as another machine's. Of two results of one
     task, attention, seed and way of training the one that finished last is kept.
     """
-    kept = {_identity(content): content for content in (_contents(file) if file.exists() else [])}
-    before = set(map(_text, kept.values()))
-    found = (
-        list(_contents(runs)) if runs.is_file() else [_content(path) for path in sorted(runs.rglob(RESULT))]
-    )
-    if not found:
-        raise ValueError(f"there are no results under {runs}; train with: schoenbat lra sweep")
-    for content in found:
-        other = kept.get(_identity(content))
-        if other is None or other["finished"] <= content["finished"]:
-            kept[_identity(content)] = content
-    # A run a line: what a further run changes is then a line, too.
-    lines = ",\n".join(_text(kept[identity]) for identity in sorted(kept))
-    write_atomically(file, f'{{"experiment": "{GATHERED}", "runs": [\n{lines}\n]}}\n')
+    with one_at_a_time(file.parent):
+        kept = {_identity(content): content for content in (_contents(file) if file.exists() else [])}
+        found = (
+            list(_contents(runs))
+            if runs.is_file()
+            else [_content(path) for path in sorted(runs.rglob(RESULT))]
+        )
+        if not found:
+            raise ValueError(f"there are no results under {runs}; train with: schoenbat lra sweep")
+        before = set(map(_text, kept.values()))
+        for content in found:
+            other = kept.get(_identity(content))
+            if other is None or other["finished"] <= content["finished"]:
+                kept[_identity(content)] = content
+        # A run a line: what a further run changes is then a line, too.
+        lines = ",\n".join(_text(kept[identity]) for identity in sorted(kept))
+        write_atomically(file, f'{{"experiment": "{GATHERED}", "runs": [\n{lines}\n]}}\n')
     return len(set(map(_text, kept.values())) - before), len(kept)
 
 
@@ -74,10 +77,9 @@ def _contents(file: Path) -> Iterable[dict[str, Any]]:
 
 def _identity(content: dict[str, Any]) -> tuple[str, ...]:
     run = parse_result(content)
-    protocol = json.dumps(run.options.get("protocol"), sort_keys=True)
     record = run.record
     kind = "timing" if run.timing else "trained"
-    return record.task, record.attention, kind, f"{record.seed:06}", run.device, protocol
+    return record.task, record.attention, kind, f"{record.seed:06}", run.device, run.way
 
 
 def _text(content: dict[str, Any]) -> str:

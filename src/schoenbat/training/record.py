@@ -8,6 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
+
+from schoenbat.training.protocol import OF_WHOLE_RUNS
 
 EXPERIMENT = "lra-train"
 RESULT = "result.json"
@@ -25,6 +28,8 @@ WARM_STEPS = 10
 TIMED_STEPS = 200
 # Steps whose time is taken together.
 TIMED_BLOCK = 20
+# Options that tell runs apart, or say where and not how they were trained.
+NOT_SETTINGS = ("seed", "attention", "timing", "alone", "accelerator", "report_every", "checkpoint_seconds")
 
 
 @dataclass(frozen=True)
@@ -96,14 +101,24 @@ class RunResult:
         """The options by name, those that are grouped under a name of their own too."""
         return flattened(self.options)
 
+    @property
+    def way(self) -> str:
+        """How it was trained and on what, as text: equal for runs that may be averaged or compared."""
+        way = {name: value for name, value in self.settings.items() if name not in NOT_SETTINGS}
+        way |= {"steps": self.record.steps, "data": self.record.data}
+        if self.timing:
+            way = {name: value for name, value in way.items() if name not in OF_WHOLE_RUNS}
+            way |= {"captured": self.record.captured}
+        return json.dumps(way, sort_keys=True, default=str)
+
 
 def run_directory(out: Path, task: str, attention: str, seed: int, *, timing: bool = False) -> Path:
     """Where a run keeps its files; attentions with options become names that every file system takes.
 
-    >>> run_directory(Path("runs"), "text", "schoenbat:kernel=inv,causal=true", 0).as_posix()
-    'runs/text/schoenbat+kernel=inv+causal=true/seed-0'
+    >>> run_directory(Path("runs"), "text", "schoenbat:kernel=1+x,causal=true", 0).as_posix()
+    'runs/text/schoenbat+kernel=1%2Bx+causal=true/seed-0'
     """
-    slug = re.sub(r"[^\w.=-]+", "+", attention)
+    slug = re.sub(r"[:,]", "+", quote(attention, safe=":,="))
     return out / task / slug / ("timing" if timing else f"seed-{seed}")
 
 

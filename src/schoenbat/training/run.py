@@ -128,6 +128,7 @@ class Run:
         self.step, self.best, self.best_weights = 0, None, {}  # type: int, Accuracy | None, dict[str, Tensor]
         self.validation = float("nan")
         self.seconds, self.timed_steps, self.peak_memory = 0.0, 0, 0
+        self.alone = options.alone
         self.stop = StopRequest()
         self.log: RunLog | None = None
         self._saved_at, self.saved_step = time.monotonic(), 0
@@ -341,7 +342,7 @@ class Run:
             timed_steps=self.timed_steps,
             peak_memory=memory,
             devices=self.fabric.world_size,
-            alone=self.options.alone,
+            alone=self.alone,
             data=self.task.fingerprint,
             revision=revision(),
             citations=self._citation_floor(),

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from schoenbat.registry import build_attention
+from schoenbat.registry import build_attention, with_seed
 from schoenbat.translation.tokenizer import PAD
 
 
@@ -47,9 +47,8 @@ class Translator(nn.Module):
         super().__init__()
 
         def attend() -> MultiHead:
-            return MultiHead(
-                build_attention(attention, dim // num_heads, num_heads, max_length), dim, num_heads
-            )
+            own = build_attention(with_seed(attention), dim // num_heads, num_heads, max_length)
+            return MultiHead(own, dim, num_heads)
 
         def feed_forward() -> nn.Module:
             return nn.Sequential(

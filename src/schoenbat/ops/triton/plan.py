@@ -5,7 +5,7 @@ out once, too: see `plan_for`.
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -191,7 +191,9 @@ def _made_once(make: Callable[..., Any], *arguments: Any) -> Any:
     """What was made of these arguments before; new where a compiler traces or tensors are fake."""
     if torch.compiler.is_compiling() or _len_torch_dispatch_stack():
         return make(*arguments)
-    return _KEPT[make](*arguments)
+    with torch.inference_mode(False):  # what is kept may be needed for training later
+        made: Any = _KEPT[make](*arguments)
+    return reuse(made, made[-1])
 
 
 def _layout(
@@ -277,4 +279,5 @@ def _factor_columns(
     return factors + products
 
 
-_KEPT = {make: cache(make) for make in (_layout, _places)}
+# Not without end: maps that are drawn again and again may have other degrees each time.
+_KEPT = {make: lru_cache(maxsize=256)(make) for make in (_layout, _places)}
