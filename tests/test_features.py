@@ -783,3 +783,19 @@ def test_a_map_used_under_fake_tensors_is_not_kept():
     with FakeTensorMode(allow_non_fake_inputs=True):
         features.map(torch.float32)
     assert type(features.map(torch.float32).weight) is torch.Tensor
+
+
+@pytest.mark.parametrize("rows", [torch.eye(8, dtype=torch.int64), torch.eye(8) > 0, [1.0] * 8])
+def test_rows_are_tensors_of_floats(rows):
+    with pytest.raises(TypeError, match="expected rows as a tensor of floats, got "):
+        MaclaurinFeatures(8, 30)(rows)
+
+
+def test_a_map_does_not_depend_on_the_default_device():
+    expected = MaclaurinFeatures(8, 30, seed=1, trainable=True)
+    with torch.device("meta"):
+        features = MaclaurinFeatures(8, 30, seed=0, trainable=True, device="cpu")
+        features.resample(1)
+        reseed(nn.ModuleList([features]), 2)
+        features.resample(1)
+    assert state_equal(features, expected)

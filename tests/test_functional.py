@@ -295,3 +295,39 @@ def test_import_needs_torch_alone():
     )
     subprocess.run([sys.executable, "-c", code], check=True)
     assert schoenbat.__version__
+
+
+@pytest.mark.parametrize(
+    ("of_state", "of_rows"), [(torch.float32, torch.float64), (torch.float64, torch.float32)]
+)
+@pytest.mark.parametrize("implementation", ["eager", "reference"])
+def test_a_state_takes_rows_of_another_precision(of_state, of_rows, implementation):
+    features = MaclaurinFeatures(6, 16, seed=0)
+    query, key, value = (x.to(of_rows) for x in batch())
+    state = RMFAState.zeros(features, 3, 2, 5, dtype=of_state)
+    out, after = rmfa_step(query, key, value, features, state, implementation=implementation)
+    assert out.dtype == of_rows
+    assert after.key_sum.dtype == torch.float64
+    torch.testing.assert_close(out, rmfa(query, key, value, features, is_causal=True))
+    read = state.update(key, value, features).read(query, features)
+    assert read.dtype == of_rows
+    torch.testing.assert_close(read, rmfa(query, key, value, features))
+
+
+def test_a_state_has_the_precision_of_its_map():
+    features = MaclaurinFeatures(6, 16, dtype=torch.float64)
+    assert RMFAState.zeros(features, 1, 1, 5).key_sum.dtype == torch.float64
+
+
+def test_what_is_no_map_and_what_is_no_state_is_named(features):
+    tensors = batch()
+    state = RMFAState.zeros(features, 3, 2, 5)
+    for call in (
+        lambda: rmfa(*tensors, "exp"),
+        lambda: rmfa_step(*tensors, "exp", state),
+        lambda: state.read(tensors[0], "exp"),
+    ):
+        with pytest.raises(TypeError, match="features must be a MaclaurinFeatures, got 'exp'"):
+            call()
+    with pytest.raises(TypeError, match=r"state must be an RMFAState, got None; begin with RMFAState\.zeros"):
+        rmfa_step(*tensors, features, None)

@@ -624,7 +624,7 @@ def test_bad_inputs_are_errors_that_name_the_problem():
         module(q, k, v, key_mask=torch.ones(BATCH, LENGTH))
     with pytest.raises(ValueError, match="key_mask must have shape"):
         module(q, k, v, key_mask=torch.ones(BATCH, LENGTH - 1, dtype=torch.bool))
-    with pytest.raises(ValueError, match="shared"):
+    with pytest.raises(ValueError, match="share key heads"):
         make(normalization="batch")(q, k[:, :2], v[:, :2], enable_gqa=True)
 
 
@@ -902,3 +902,46 @@ def test_rotary_positions_stay_relative_where_only_norms_are_changed(normalizati
     module, (q, k, v) = make(normalization=normalization, window=window, **options).eval(), inputs()
     here, there = (module(rotated(q, start), rotated(k, start), v, is_causal=True) for start in (0, 100))
     assert torch.allclose(here, there, rtol=1e-5, atol=1e-6) == (normalization in ("l2", None))
+
+
+@pytest.mark.parametrize("lead", [(), (2,), (2, 3)])
+def test_a_first_step_takes_any_leading_dimensions(lead):
+    module = SchoenbAt(8, 4, 32).eval()
+    q, k, v = torch.randn(3, *lead, 4, 5, 8).unbind()
+    out, state = module.step(q[..., :2, :], k[..., :2, :], v[..., :2, :], None)
+    rest, _ = module.step(q[..., 2:, :], k[..., 2:, :], v[..., 2:, :], state)
+    torch.testing.assert_close(torch.cat([out, rest], dim=-2), module(q, k, v, is_causal=True))
+
+
+def test_statistics_of_keys_are_kept_for_each_key_head():
+    module = SchoenbAt(8, 4, 32, normalization="batch", num_key_heads=2)
+    q, k, v = torch.randn(2, 4, 9, 8), torch.randn(2, 2, 9, 8), torch.randn(2, 2, 9, 8)
+    assert module(q, k, v, enable_gqa=True).shape == q.shape
+    with pytest.raises(ValueError, match="where query heads share key heads pass num_key_heads"):
+        SchoenbAt(8, 4, 32, normalization="batch")(q, k, v, enable_gqa=True)
+
+
+@pytest.mark.parametrize("normalization", ["token", "l2", "batch", None])
+@pytest.mark.parametrize("options", [{}, {"window": 1, "construction": "exact-low"}, {"separate_maps": True}])
+@pytest.mark.parametrize("training", [True, False])
+def test_what_masked_keys_hold_reaches_no_gradient(normalization, options, training):
+    module = SchoenbAt(8, 2, 32, normalization=normalization, scale=0.5, **options).train(training)
+    q, k, v = torch.randn(3, 1, 2, 4, 8).unbind()
+    k, v = k.clone(), v.clone()
+    k[..., 3, :] = v[..., 3, :] = math.nan
+    mask = torch.tensor([[True, True, True, False]])
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = module(*leaves, key_mask=mask)
+    for grad in torch.autograd.grad(out.sum(), [*leaves, *module.parameters()], allow_unused=True):
+        assert grad is None or grad.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["post", "map_per_head", "separate_maps", "trainable_features"])
+def test_a_word_is_no_flag(name):
+    with pytest.raises(ValueError, match=f"{name} must be True or False, got 'no'"):
+        SchoenbAt(8, 2, **{name: "no"})
+
+
+def test_a_head_of_no_width_is_named():
+    with pytest.raises(ValueError, match="head_dim must be an integer of at least 1, got -1"):
+        SchoenbAt(-1, 8)

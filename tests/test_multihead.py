@@ -679,3 +679,21 @@ def test_a_mask_without_its_hint_cannot_be_compiled():
 def test_an_added_key_and_a_split_sequence_exclude_each_other(option):
     with pytest.raises(ValueError, match="each rank of a process_group"):
         MultiheadSchoenbAt(16, 2, process_group=object(), **{option: True})
+
+
+def test_a_causal_mask_of_the_last_queries_is_recognised():
+    module, x = make(), inputs()
+    mask = torch.ones(3, LENGTH, dtype=torch.bool).triu(1 + LENGTH - 3)
+    last = module(x[:, -3:], x, x, attn_mask=mask)[0]
+    torch.testing.assert_close(last, module(x, x, x, is_causal=True)[0][:, -3:])
+    for hint in (False, True):
+        with pytest.raises(ValueError, match="is not causal with the last query aligned with the last key"):
+            module(x[:, :3], x, x, attn_mask=torch.ones(3, LENGTH, dtype=torch.bool).triu(1), is_causal=hint)
+
+
+def test_a_mask_that_is_not_causal_is_an_error_beside_the_hint_too():
+    module, x = make(), inputs()
+    mask = causal_mask(LENGTH)
+    mask[0] = 0.0
+    with pytest.raises(ValueError, match="is not causal"):
+        module(x, x, x, attn_mask=mask, is_causal=True)

@@ -2,10 +2,11 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
-from schoenbat.options import MOST, check_count, check_dtype, check_number, check_seed
+from schoenbat.options import MOST, check_count, check_dtype, check_flag, check_number, check_seed
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.0, 2.5, "3", None, True, math.nan])
@@ -41,3 +42,16 @@ def test_a_seed_fits_a_generator(value):
     check_seed(2**64 - 1)
     with pytest.raises(ValueError, match="seed must be an integer of at most 64 bits"):
         check_seed(value)
+
+
+@pytest.mark.parametrize("value", ["no", "false", None, 2])
+def test_a_flag_is_true_or_false(value):
+    assert check_flag("post", True) is True
+    assert check_flag("post", False) is False
+    with pytest.raises(ValueError, match="post must be True or False, got "):
+        check_flag("post", value)
+
+
+def test_integers_of_numpy_are_integers():
+    assert type(check_count("size", np.int64(3))) is int
+    assert type(check_seed(np.int64(3))) is int

@@ -117,3 +117,11 @@ def test_a_kernel_may_be_a_formula():
     attention = build_attention("schoenbat:kernel=(2+x)**2,num_features=32", head_dim=8, num_heads=2)
     assert attention.kernel.coefficients(3).tolist() == pytest.approx([4, 4, 1, 0], abs=1e-12)
     assert build_attention("schoenbat:kernel=exp", head_dim=8, num_heads=2).kernel.name == "exp"
+
+
+def test_layers_that_draw_something_draw_their_own():
+    from schoenbat.registry import with_seed
+
+    texts = [with_seed("performer:num_features=16") for _ in range(2)]
+    first, second = (build_attention(text, 8, 2) for text in texts)
+    assert not torch.equal(first.directions, second.directions)

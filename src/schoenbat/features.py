@@ -13,7 +13,7 @@ from schoenbat.kernels import DotProductKernel
 from schoenbat.kernels import kernel as get_kernel
 from schoenbat.ops.blocks import Blocks, FeatureMap, monomials, weigh
 from schoenbat.ops.keeping import may_keep, may_reuse, reuse
-from schoenbat.options import MOST, check_count, check_dtype, check_seed
+from schoenbat.options import MOST, check_count, check_dtype, check_flag, check_seed
 from schoenbat.precision import refuse_half, without_autocast
 
 _MAPS = ("linear", "quadratic", "tail")
@@ -96,7 +96,7 @@ class MaclaurinFeatures(nn.Module):
                 f"kernel {self.kernel.name!r} has no constant term (a₀ = 0), so attention's denominator has "
                 "no floor; add an offset to it, for example polynomial(degree, offset=1.0)"
             )
-        self.trainable = trainable
+        self.trainable = check_flag("trainable", trainable)
         self._made: dict[torch.dtype, tuple[list[tuple[Tensor, int]], FeatureMap]] = {}
         like = torch.empty(0, device=device, dtype=_map_dtype(dtype))
         for name in (*_MAPS, "feature_weights"):
@@ -124,19 +124,18 @@ class MaclaurinFeatures(nn.Module):
             False
         """
         with torch.device("cpu"):  # whatever the default device is: a seed means the same map everywhere
-            self.seed = int(torch.randint(2**62, ())) if seed is None else seed
-            check_seed(self.seed)
+            self.seed = int(torch.randint(2**62, ())) if seed is None else check_seed(seed)
             generator = torch.Generator().manual_seed(self.seed)
             coefficients = self.kernel.coefficients(MAX_DEGREE)
             construct = CONSTRUCTIONS[self.construction]
             plan = construct(coefficients, self.head_dim, self.num_features, self.scale, generator)
             drawn = draw(plan, self.head_dim, self.num_heads or 1, generator)
-        for name, tensor in zip(_MAPS, drawn, strict=True):
-            self._replace(name, tensor)
-        self._replace("feature_weights", torch.tensor(plan.weights, dtype=torch.float64))
-        self._replace("degree_table", torch.tensor(plan.degrees))
-        if self.gains is not None:
-            self._replace("gains", torch.ones(self.num_heads or 1, max(plan.degrees) + 1))
+            for name, tensor in zip(_MAPS, drawn, strict=True):
+                self._replace(name, tensor)
+            self._replace("feature_weights", torch.tensor(plan.weights, dtype=torch.float64))
+            self._replace("degree_table", torch.tensor(plan.degrees))
+            if self.gains is not None:
+                self._replace("gains", torch.ones(self.num_heads or 1, max(plan.degrees) + 1))
         self.degrees = plan.degrees
 
     def _replace(self, name: str, tensor: Tensor) -> None:
@@ -197,6 +196,9 @@ class MaclaurinFeatures(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The features of the rows of x: ``(..., head_dim) -> (..., num_features)``, no scale inside."""
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            found = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            raise TypeError(f"expected rows as a tensor of floats, got {found}")
         rows = self._by_map(x)
         dtype = torch.promote_types(x.dtype, torch.float32)
         with without_autocast(x):
@@ -307,11 +309,10 @@ def reseed(model: nn.Module, seed: int) -> None:
         >>> torch.equal(model[0].quadratic, model[1].quadratic)
         False
     """
-    check_seed(seed)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(check_seed(seed))
     for module in model.modules():
         if isinstance(module, MaclaurinFeatures):
-            module.resample(int(torch.randint(2**62, (), generator=generator)))
+            module.resample(int(torch.randint(2**62, (), generator=generator, device="cpu")))
 
 
 def planned_scale(kernel: DotProductKernel, head_dim: int, scale: float | None) -> float:

@@ -145,8 +145,11 @@ def attend(
 ) -> Tensor:
     """`rmfa`, with queries and keys normalised by `unit_rows` on the way; if causal, from a `state` on."""
     inputs = arrange(query, key, value, key_mask, enable_gqa)
+    dtype = inputs.query.dtype
     if state is not None:
         state._check(inputs.key, inputs.value, features)
+        state, (q, k, v) = state._at_one_precision(*inputs[:3])
+        inputs = inputs._replace(query=q, key=k, value=v)
     with without_autocast(query):
         feature_map = map_for(features, inputs.key)
         query_scale = arrange_scale(features.scale if scale is None else scale, inputs.query, features.scale)
@@ -159,7 +162,7 @@ def attend(
             unit_rows=unit_rows,
             before=None if state is None else state._before(),
         )
-    return inputs.restore(out)
+    return inputs.restore(out).to(dtype)
 
 
 @dataclass
@@ -195,17 +198,16 @@ class RMFAState:
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> "RMFAState":
-        """A state that has seen nothing; device defaults to the map's, dtype is float32 at least."""
+        """A state that has seen nothing; device and dtype are the map's by default, and float32 at least."""
         for name, size in (("batch", batch), ("kv_heads", kv_heads), ("value_dim", value_dim)):
             check_count(name, size, 0)
         check_dtype("dtype", dtype)
         device = features.feature_weights.device if device is None else torch.device(device)
-        dtype = torch.promote_types(dtype or torch.float32, torch.float32)
+        dtype = torch.promote_types(dtype or features.feature_weights.dtype, torch.float32)
         monomials = sum(degree > 0 for degree in features.degrees)
         shapes = (monomials, value_dim), (monomials,), (features.head_dim,), (value_dim,)
         sums = [torch.zeros(batch, kv_heads, *shape, device=device, dtype=dtype) for shape in shapes]
-        state = Sums(*sums)
-        return cls(*state, torch.zeros(batch, dtype=torch.int64, device=device))
+        return cls(*Sums(*sums), torch.zeros(batch, dtype=torch.int64, device=device))
 
     def update(
         self,
@@ -244,14 +246,16 @@ class RMFAState:
         """Attention of queries ``(B, H_q, n, d)`` to everything seen so far, as in cross attention."""
         grouped, lead = arrange_query(query, *self.key_sum.shape[:2])
         self._check_map(features)
+        dtype = grouped.dtype
+        state, (grouped,) = self._at_one_precision(grouped)
         with without_autocast(query):
             feature_map = map_for(features, grouped)
             query_scale = arrange_scale(features.scale if scale is None else scale, grouped, features.scale)
             out = dispatch.read(
-                grouped, self._before(), feature_map, query_scale, implementation=implementation
+                grouped, state._before(), feature_map, query_scale, implementation=implementation
             )
-        refuse_overflow([out], [grouped, *self._sums()], [], None)
-        return out.reshape(*lead, *out.shape[-2:])
+        refuse_overflow([out], [grouped, *state._sums()], [], None)
+        return out.reshape(*lead, *out.shape[-2:]).to(dtype)
 
     def reorder(self, index: Tensor) -> "RMFAState":
         """Take the given batch rows, in place, as beam search does; returns the state itself."""
@@ -266,6 +270,13 @@ class RMFAState:
             ) from error
         vars(self).update(taken)
         return self
+
+    def _at_one_precision(self, *rows: Tensor) -> tuple["RMFAState", list[Tensor]]:
+        """Where state or rows are float64, both of them: what a call computes in has one precision."""
+        if (self.key_sum.dtype == torch.float64) == (rows[0].dtype == torch.float64):
+            return self, list(rows)
+        sums = Sums(*(x.double() for x in self._sums()))
+        return self._from_sums(sums, self.count), [x.double() for x in rows]
 
     def _sums(self) -> Sums:
         return Sums(
@@ -296,6 +307,7 @@ class RMFAState:
         self._check_map(features)
 
     def _check_map(self, features: MaclaurinFeatures) -> None:
+        _check_is_map(features)
         made_for = self.feature_sum.shape[-1], self.key_sum.shape[-1]
         got = sum(degree > 0 for degree in features.degrees), features.head_dim
         if made_for != got:
@@ -367,9 +379,16 @@ def step(
 ) -> tuple[Tensor, RMFAState]:
     """`rmfa_step`, with queries and keys normalised by `unit_rows` on the way."""
     inputs = arrange(query, key, value, key_mask, enable_gqa)
+    if not isinstance(state, RMFAState):
+        raise TypeError(
+            f"state must be an RMFAState, got {state!r}; begin with RMFAState.zeros(features, ...)"
+        )
     state._check(inputs.key, inputs.value, features)
     if query.shape[-2] != key.shape[-2]:
         raise ValueError(f"a step takes one query for each key, got {query.shape[-2]} and {key.shape[-2]}")
+    dtype = inputs.query.dtype
+    state, (q, k, v) = state._at_one_precision(*inputs[:3])
+    inputs = inputs._replace(query=q, key=k, value=v)
     with without_autocast(query):
         feature_map = map_for(features, inputs.key)
         query_scale = arrange_scale(features.scale if scale is None else scale, inputs.query, features.scale)
@@ -383,11 +402,21 @@ def step(
         )
         new = key.shape[-2] if inputs.mask is None else inputs.mask.flatten(1).sum(1)
     refuse_overflow([out], [inputs.query, *state._sums()], [inputs.key, inputs.value], inputs.mask)
-    return out.reshape(*inputs.lead, *out.shape[-2:]), RMFAState._from_sums(sums, state.count + new)
+    out = out.reshape(*inputs.lead, *out.shape[-2:]).to(dtype)
+    return out, RMFAState._from_sums(sums, state.count + new)
+
+
+def _check_is_map(features: Any) -> None:
+    if not isinstance(features, MaclaurinFeatures):
+        raise TypeError(
+            f"features must be a MaclaurinFeatures, got {features!r}; make one with "
+            "MaclaurinFeatures(head_dim, num_features, kernel)"
+        )
 
 
 def map_for(features: MaclaurinFeatures, rows: Tensor) -> FeatureMap:
     """The map in the dtype in which rows ``(B, H, G, n, d)`` are computed; an error if it does not fit."""
+    _check_is_map(features)
     if rows.shape[-1] != features.head_dim:
         raise ValueError(
             f"the map was made for head_dim = {features.head_dim}, query and key have {rows.shape[-1]}"

@@ -97,9 +97,8 @@ class DotProductKernel:
         if math.isinf(self.radius) or query.numel() == 0 or key.numel() == 0:
             return
         precise = torch.promote_types(torch.promote_types(query.dtype, key.dtype), torch.float32)
-        factor = torch.as_tensor(query.shape[-1] ** -0.5 if scale is None else scale).to(
-            query.device, precise
-        )
+        factor = torch.as_tensor(query.shape[-1] ** -0.5 if scale is None else scale, device=query.device)
+        factor = factor.to(precise)
         query = query.to(precise) * (factor[:, None, None] if factor.dim() else factor)
         key = key.to(precise)
         # A few million logits at a time: all at once they would be quadratic in the sequence length.

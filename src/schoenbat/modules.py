@@ -1,5 +1,6 @@
 """SchoenbAt, the attention module: pre-SBN, feature attention, post-SBN."""
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ from schoenbat.kernels import DotProductKernel
 from schoenbat.kernels import kernel as get_kernel
 from schoenbat.normalization import NORMALIZATIONS, PostSBN, PreSBN
 from schoenbat.ops.unit_rows import UnitRows
-from schoenbat.options import check_count
+from schoenbat.options import check_count, check_flag
 from schoenbat.packed import attend_packed, from_jagged, refuse_mask_beside_jagged, to_jagged
 from schoenbat.windowed import RMFAWindowState, check_window, rmfa_window
 from schoenbat.windowed import step as window_step
@@ -121,7 +122,10 @@ class SchoenbAt(WithProcessGroup):
                 f"{self.num_heads} query heads cannot share {self.num_key_heads} key heads evenly; pass "
                 "num_key_heads that divides num_heads"
             )
+        check_count("head_dim", head_dim)
         self.value_dim = check_count("value_dim", head_dim if value_dim is None else value_dim)
+        for name, flag in (("post", post), ("map_per_head", map_per_head), ("separate_maps", separate_maps)):
+            check_flag(name, flag)
         self.always_causal = False
         self.kernel = get_kernel(kernel)
         learned = isinstance(scale, str)
@@ -133,7 +137,7 @@ class SchoenbAt(WithProcessGroup):
             construction=construction,
             num_heads=self.num_key_heads if map_per_head else None,
             scale=first,
-            trainable=trainable_features,
+            trainable=check_flag("trainable_features", trainable_features),
             seed=seed,
             device=device,
             dtype=dtype,
@@ -157,7 +161,8 @@ class SchoenbAt(WithProcessGroup):
         self.key_norm: PreSBN | None = None
         if normalization is not None:
             self.query_norm, self.key_norm = (
-                PreSBN(normalization, num_heads, head_dim, eps=eps, **place) for _ in range(2)
+                PreSBN(normalization, heads, head_dim, eps=eps, **place)
+                for heads in (self.num_heads, self.num_key_heads)
             )
         self.post = PostSBN(num_heads, self.value_dim, **place) if post else None
 
@@ -249,7 +254,7 @@ class SchoenbAt(WithProcessGroup):
         """All that happens before attention, if it happens to each row for itself: kernels do it, too."""
         if self.query_norm is None or self.query_norm.mode == "batch" or self.process_group is not None:
             return None
-        if _autocast_rounds(query, key) or self.center_keys or self.key_center is not None:
+        if _autocast_rounds(query, key) or self.center_keys:
             return None
         if self.window is None and self._far_maps is not None:
             return None
@@ -354,7 +359,7 @@ class SchoenbAt(WithProcessGroup):
         return (out if self.post is None else self.post(out)), state
 
     def _first_state(self, key: Tensor) -> State:
-        sizes = *key.shape[:2], self.value_dim
+        sizes = math.prod(key.shape[:-3]), key.shape[-3], self.value_dim
         place: dict[str, Any] = {"device": key.device, "dtype": key.dtype}
         if self.window is None:
             return RMFAState.zeros(self.features, *sizes, **place)
@@ -433,6 +438,7 @@ class SchoenbAt(WithProcessGroup):
     ) -> tuple[Tensor, Tensor]:
         if self.query_norm is None or self.key_norm is None:
             return query, key
+        key = _without_masked(key, key_mask)
         return self.query_norm(query, query_mask, track=track), self.key_norm(key, key_mask, track=track)
 
     def _center(self, key: Tensor, key_mask: Tensor | None, is_causal: bool) -> Tensor:
@@ -451,9 +457,7 @@ class SchoenbAt(WithProcessGroup):
         if self._far_maps is None:
             return query, key
         query_map, key_map = self._far_maps
-        mask = arrange_mask("key_mask", key_mask, key.shape[:-3], key)
-        if mask is not None:  # a NaN that takes no part would reach the gradient of the matrix
-            key = torch.where(mask.reshape(*key.shape[:-3], 1, key.shape[-2], 1), key, 0.0)
+        key = _without_masked(key, key_mask)
         return query @ query_map.to(query.dtype), key @ key_map.to(key.dtype)
 
     @property
@@ -498,6 +502,12 @@ class SchoenbAt(WithProcessGroup):
             )
         if value.shape[-1] != self.value_dim:
             raise ValueError(f"expected values of width {self.value_dim}, got {tuple(value.shape)}")
+
+
+def _without_masked(key: Tensor, key_mask: Tensor | None) -> Tensor:
+    """Zeros for keys that take no part: a NaN in one would reach gradients."""
+    mask = arrange_mask("key_mask", key_mask, key.shape[:-3], key)
+    return key if mask is None else torch.where(mask.reshape(*key.shape[:-3], 1, key.shape[-2], 1), key, 0.0)
 
 
 def _autocast_rounds(*rows: Tensor) -> bool:

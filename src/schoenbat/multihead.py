@@ -104,8 +104,9 @@ class MultiheadSchoenbAt(nn.MultiheadAttention):
             key_padding_mask: ``(B, n_k)``, bool with **True = ignore** (the opposite of `SchoenbAt`'s
                 key_mask), or float of 0 and −inf; other values are a ValueError on the CPU.
             need_weights: also return the attention matrix (quadratic): the weights before post-SBN.
-            attn_mask: None, or a causal mask; anything else is a ValueError. Its values are looked at in
-                eager mode; under `torch.compile` it needs ``is_causal=True`` beside it.
+            attn_mask: None, or a causal mask, whose last query sees all keys; anything else is a ValueError.
+                Its values are looked at in eager mode, but on a GPU not where ``is_causal=True`` stands
+                beside it; under `torch.compile` it needs that.
             average_attn_weights: average the weights over the heads.
             is_causal: attend causally, whether or not there is an attn_mask.
 
@@ -124,7 +125,7 @@ class MultiheadSchoenbAt(nn.MultiheadAttention):
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
         if attn_mask is not None:
             _check_size(attn_mask, query.shape[0] * self.num_heads, query.shape[1], key.shape[1])
-        causal = is_causal or _is_causal_mask(attn_mask)
+        causal = _is_causal(attn_mask, is_causal)
         q, k, v = self._project(query, key, value)
         key_mask = _key_mask(key_padding_mask)
         query_mask = key_mask if is_self_attention else None
@@ -245,10 +246,15 @@ def _check_size(attn_mask: Tensor, maps: int, queries: int, keys: int) -> None:
         )
 
 
-def _is_causal_mask(attn_mask: Tensor | None) -> bool:
+def _is_causal(attn_mask: Tensor | None, hint: bool) -> bool:
+    """By the mask's values; where looking would wait for a GPU, or cannot be, by the hint if there is one."""
+    if attn_mask is None or (hint and (attn_mask.is_cuda or torch.compiler.is_compiling())):
+        return hint
+    return _is_causal_mask(attn_mask) or hint
+
+
+def _is_causal_mask(attn_mask: Tensor) -> bool:
     """Whether a dense mask is causal (True) or masks nothing (False); any other is a ValueError."""
-    if attn_mask is None:
-        return False
     advice = "pass is_causal=True for causal attention, key_padding_mask for padding"
     if torch.compiler.is_compiling():
         raise ValueError(f"the values of attn_mask cannot be looked at under torch.compile; {advice}")
@@ -257,12 +263,13 @@ def _is_causal_mask(attn_mask: Tensor | None) -> bool:
     if known and not masked.any():
         return False
     rows, columns = attn_mask.shape[-2:]
-    future = torch.ones(rows, columns, dtype=torch.bool, device=attn_mask.device).triu(1)
-    if known and rows == columns and bool((masked == future).all()):
+    future = torch.ones(rows, columns, dtype=torch.bool, device=attn_mask.device).triu(1 + columns - rows)
+    if known and bool((masked == future).all()):
         return True
+    aligned = "" if rows == columns else " with the last query aligned with the last key"
     raise ValueError(
-        f"attn_mask of shape {tuple(attn_mask.shape)} is not causal, and a dense mask cannot be applied in "
-        f"linear time; {advice}"
+        f"attn_mask of shape {tuple(attn_mask.shape)} is not causal{aligned}, and a dense mask cannot be "
+        f"applied in linear time; {advice}"
     )
 
 

@@ -103,7 +103,8 @@ class PreSBN(WithProcessGroup):
         if rows.dim() != 4 or rows.shape[1] != self.running_mean.shape[0]:
             raise ValueError(
                 f"normalization='batch' keeps statistics for {self.running_mean.shape[0]} heads: expected "
-                f"(batch, heads, n, d), got {tuple(rows.shape)}; use 'token' where key heads are shared"
+                f"(batch, heads, n, d), got {tuple(rows.shape)}; where query heads share key heads pass "
+                "num_key_heads, with other leading dimensions use 'token'"
             )
         arranged = arrange_mask("mask", mask, rows.shape[:1], rows)
         mask = None if arranged is None else arranged[:, 0]  # (B, 1, n, 1)

@@ -12,11 +12,12 @@ MOST = 2**16
 
 def check_count(name: str, value: Any, least: int = 1, most: int | None = None) -> Any:
     """An integer of at least `least` and at most `most`, as it is."""
-    if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool) or value < least:
+    is_integer = isinstance(value, (numbers.Integral, torch.SymInt)) and not isinstance(value, bool)
+    if not is_integer or value < least:
         raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
     if most is not None and value > most:
         raise ValueError(f"{name} must be at most {most:,}, got {value!r}")
-    return value
+    return value if isinstance(value, torch.SymInt) else int(value)
 
 
 def check_number(name: str, value: Any, least: float = -math.inf, most: float = math.inf) -> float:
@@ -35,7 +36,16 @@ def check_dtype(name: str, dtype: Any) -> None:
         raise ValueError(f"{name} must be a floating-point torch.dtype or None, got {dtype!r}")
 
 
-def check_seed(seed: Any) -> None:
+def check_seed(seed: Any) -> int:
     """An integer that torch's generators take."""
-    if not isinstance(seed, int) or isinstance(seed, bool) or not -(2**63) <= seed < 2**64:
+    is_integer = isinstance(seed, numbers.Integral) and not isinstance(seed, bool)
+    if not is_integer or not -(2**63) <= int(seed) < 2**64:
         raise ValueError(f"seed must be an integer of at most 64 bits, got {seed!r}")
+    return int(seed)
+
+
+def check_flag(name: str, value: Any) -> bool:
+    """True or False; a word such as "no" would otherwise count as True."""
+    if value not in (True, False):
+        raise ValueError(f"{name} must be True or False, got {value!r}")
+    return bool(value)

@@ -119,8 +119,9 @@ class RMFAWindowState:
 
         Keys and values begin in `dtype` and take that of the tokens that enter, under autocast its own.
         """
+        dtype = dtype or torch.float32
         far = RMFAState.zeros(features, batch, kv_heads, value_dim, device=device, dtype=dtype)
-        kept: dict[str, Any] = {"device": far.key_sum.device, "dtype": dtype or torch.float32}
+        kept: dict[str, Any] = {"device": far.key_sum.device, "dtype": dtype}
         key = torch.zeros(batch, kv_heads, width, features.head_dim, **kept)
         value = torch.zeros(batch, kv_heads, width, value_dim, **kept)
         mask = torch.zeros(batch, width, dtype=torch.bool, device=key.device)
@@ -246,7 +247,8 @@ def step(
             )
             return tokens.restore(out), RMFAWindowState._from_remembered(after)
         if unit_rows is not None:
-            tokens = tokens._replace(query=unit_rows(tokens.query), key=unit_rows(tokens.key))
+            key = unit_rows.of_keys(tokens.key, tokens.mask)
+            tokens = tokens._replace(query=unit_rows(tokens.query), key=key)
         query_scale = _arrange_scale(tokens, features, scale)
         settings = _settings(tokens, width, True, width, far_weight, far_maps)
         return _step_eagerly(tokens, features, feature_map, query_scale, settings, state, implementation)

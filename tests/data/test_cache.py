@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -176,3 +177,24 @@ def test_a_copy_with_new_times_is_read(written):
     for path in written.glob("*.npy"):
         os.utime(path, ns=((later := (written / "manifest.json").stat().st_mtime_ns + 10**9), later))
     assert fingerprint(cache.read(written)[0]) == fingerprint(some_arrays())
+
+
+def test_a_cache_that_stepped_aside_for_one_that_never_came_steps_back(written):
+    before = cache.read_manifest(written)
+    written.rename(written.with_name(".text-old.part"))  # as after a kill between two renames
+    cache.claim(written)
+    assert cache.read_manifest(written) == before
+
+
+def test_a_cache_that_cannot_be_put_in_place_leaves_the_old_one(written, monkeypatch):
+    before, rename = cache.read_manifest(written), Path.rename
+
+    def refuse(path, target):
+        if path.name.startswith(".text-") and not path.name.endswith("-old.part"):
+            raise OSError("no")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(DataError, match="what was there before is kept"):
+        cache.write(written, some_arrays(2), {}, {})
+    assert cache.read_manifest(written) == before

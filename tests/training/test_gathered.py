@@ -97,3 +97,15 @@ def test_a_damaged_file_is_named(tmp_path):
     (tmp_path / "lra.json").write_text('{"experiment": "speed", "runs": []}')
     with pytest.raises(ValueError, match="its experiment is 'speed'"):
         gather(tmp_path, tmp_path / "lra.json")
+
+
+def test_runs_of_another_precision_or_of_other_data_stay(tmp_path):
+    leave(tmp_path / "first")
+    gather(tmp_path / "first", tmp_path / "lra.json")
+    leave(tmp_path / "second", data="def")
+    path = leave(tmp_path / "third")
+    other = json.loads(path.read_text())
+    other["options"]["precision"] = "32-true"
+    path.write_text(json.dumps(other))
+    assert gather(tmp_path / "second", tmp_path / "lra.json") == (1, 2)
+    assert gather(tmp_path / "third", tmp_path / "lra.json") == (1, 3)

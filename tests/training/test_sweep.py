@@ -12,9 +12,12 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from schoenbat.data import cache
+from schoenbat.data.arrays import consecutive
 from schoenbat.training import sweep
 from schoenbat.training.cells import Cell, SweepOptions, is_done
 from schoenbat.training.protocol import Protocol
@@ -359,3 +362,25 @@ def test_a_half_written_line_of_the_log_is_passed_over(options, ending):
     lines = [{"step": 10, "loss": 2.0, "accuracy": 0.25}, {"step": 20, "loss": 1.5}]
     (directory / LOG).write_text("".join(json.dumps(line) + "\n" for line in lines) + ending)
     assert read_progress(cell, chosen.out) == Progressed(cell, 20, 1.5, 0.25)
+
+
+def test_a_result_of_other_data_is_not_the_one_asked_for(options, stand_in, tmp_path):
+    chosen = options()
+    list(sweep.run(chosen, stand_in(chosen)))
+    (cell,) = chosen.cells
+    arrays = consecutive(
+        np.zeros((4, 2), np.uint8), np.ones(4, int), np.arange(4), {"train": 2, "validation": 1, "test": 1}
+    )
+    manifest = cache.write(tmp_path / "text", arrays, {}, {})
+    assert not is_done(cell, chosen)
+    path = cell.directory(chosen.out) / RESULT
+    path.write_text(path.read_text().replace('"data": "d"', f'"data": "{manifest.fingerprint}"'))
+    assert is_done(cell, chosen)
+
+
+def test_attentions_of_other_names_have_other_directories():
+    kernels = ("1+x**2", "1+x/2", "1+x*2", "1+x+2")
+    assert (
+        len({Cell("text", f"schoenbat:kernel={kernel}", 0).directory(Path("runs")) for kernel in kernels})
+        == 4
+    )

@@ -1,5 +1,7 @@
 """Nothing that takes no part is seen: neither padding nor the future, whatever the attention."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -105,3 +107,12 @@ def test_a_sentence_that_is_too_long_is_refused():
     model = Translator("softmax", vocab_size=30, max_length=8, dim=32, num_heads=2)
     with pytest.raises(ValueError, match="9 tokens, but max_length is 8"):
         model(torch.ones(1, 9, dtype=torch.long), torch.ones(1, 3, dtype=torch.long))
+
+
+def test_no_two_attentions_draw_the_same():
+    model = Translator(
+        "performer", vocab_size=20, max_length=16, dim=16, num_heads=2, hidden_dim=8, num_layers=1
+    )
+    drawn = [buffer for name, buffer in model.named_buffers() if name.endswith("directions")]
+    assert len(drawn) == 3
+    assert not any(torch.equal(a, b) for a, b in itertools.combinations(drawn, 2))

@@ -68,7 +68,7 @@ class BigBird(Baseline):
         super().__init__(head_dim, num_heads)
         self.block_size = check_count("block_size", block_size, most=MOST)
         self.num_random = check_count("num_random", num_random, 0, MOST)
-        check_seed(seed)
+        seed = check_seed(seed)
         generator = torch.Generator("cpu").manual_seed(seed)
         offsets = torch.rand(num_heads, _TABLE_ROWS, num_random, generator=generator, device="cpu")
         self.register_buffer("offsets", offsets)

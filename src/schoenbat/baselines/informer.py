@@ -53,7 +53,7 @@ class Informer(Baseline):
         super().__init__(head_dim, num_heads)
         self.num_queries = check_count("num_queries", num_queries, most=MOST)
         self.num_samples = check_count("num_samples", num_samples, most=MOST)
-        check_seed(seed)
+        seed = check_seed(seed)
         generator = torch.Generator("cpu").manual_seed(seed)
         offsets = torch.rand(num_heads, num_samples, generator=generator, device="cpu")
         self.register_buffer("offsets", offsets)

@@ -62,7 +62,7 @@ class Performer(Baseline):
             >>> torch.equal(attention.directions, Performer(head_dim=8, num_heads=2, seed=1).directions)
             True
         """
-        check_seed(seed)
+        seed = check_seed(seed)
         generator = Generator().manual_seed(seed)
         self.directions.copy_(_orthogonal_normal(self.num_features, self.head_dim, generator))
 

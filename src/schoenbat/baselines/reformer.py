@@ -65,7 +65,7 @@ class Reformer(Baseline):
         super().__init__(head_dim, num_heads)
         self.num_rounds = check_count("num_rounds", num_rounds, most=MOST)
         self.chunk_size = check_count("chunk_size", chunk_size, most=MOST)
-        check_seed(seed)
+        seed = check_seed(seed)
         generator = torch.Generator("cpu").manual_seed(seed)
         shape = num_heads, num_rounds, head_dim, _MOST_BUCKETS // 2
         self.register_buffer("rotations", torch.randn(shape, generator=generator, device="cpu"))

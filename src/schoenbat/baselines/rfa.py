@@ -57,7 +57,7 @@ class RFA(Baseline):
         self, head_dim: int, num_heads: int, *, num_features: int = 128, gate: bool = False, seed: int = 0
     ) -> None:
         super().__init__(head_dim, num_heads)
-        check_seed(seed)
+        seed = check_seed(seed)
         if check_count("num_features", num_features, 2, MOST) % 2:
             raise ValueError(f"num_features must be even, half sines and half cosines, got {num_features}")
         self.num_features = num_features

@@ -62,7 +62,7 @@ class Skyformer(Baseline):
         self.num_landmarks = check_count("num_landmarks", num_landmarks, most=MOST)
         self.iterations = check_count("iterations", iterations, 0, MOST)
         self.regularization = regularization
-        check_seed(seed)
+        seed = check_seed(seed)
         generator = Generator().manual_seed(seed)
         self.register_buffer("offsets", torch.rand(2, num_landmarks, generator=generator))
 

@@ -76,7 +76,7 @@ def generate(
     for name, value, least in (("count", count, 0), ("min_length", min_length, 0), ("workers", workers, 1)):
         check_count(name, value, least)
     check_count("max_length", max_length, min_length + 2)
-    check_seed(seed)
+    seed = check_seed(seed)
     draw = partial(_block, seed, min_length=min_length, max_length=max_length)
     with closing(_blocks(draw, workers)) as blocks:
         examples = _distinct(blocks, count, on_progress)

@@ -67,7 +67,7 @@ def attend(
         inputs = query, key, value, mask, feature_map, query_scale, unit_rows
         return fused.attend_causal(*inputs, before) if is_causal else fused.attend(*inputs)
     if unit_rows is not None:
-        query, key = unit_rows(query), unit_rows(key)
+        query, key = unit_rows(query), unit_rows.of_keys(key, mask)
     if chosen == "reference":
         visible = _visible(query, key, mask, is_causal)
         q, k, v = (x.to(feature_map.weight.dtype) for x in (query, key, value))
@@ -149,7 +149,7 @@ def step(
     if chosen == "triton":
         return fused.step(query, key, value, mask, before, feature_map, query_scale, unit_rows)
     if unit_rows is not None:
-        query, key = unit_rows(query), unit_rows(key)
+        query, key = unit_rows(query), unit_rows.of_keys(key, mask)
     shared = mask, count, *feature_map[:3], query_scale, feature_map.key_scale
     if chosen == "reference":
         q, k, v = (x.to(feature_map.weight.dtype) for x in (query, key, value))

@@ -26,6 +26,10 @@ class UnitRows(NamedTuple):
             rows, square = _without_overflow(rows, square)
         return (rows * square.clamp(min=x.shape[-1] * self.eps).rsqrt()).to(x.dtype)
 
+    def of_keys(self, key: Tensor, mask: Tensor | None) -> Tensor:
+        """The same of keys; one that takes no part is taken as zero, lest a NaN in it reach its gradient."""
+        return self(key if mask is None else torch.where(mask, key, 0.0))
+
     @property
     def code(self) -> int:
         """As kernels know it; 0 is for rows that stay as they are."""
