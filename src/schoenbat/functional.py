@@ -148,7 +148,7 @@ def attend(
     dtype = inputs.query.dtype
     if state is not None:
         state._check(inputs.key, inputs.value, features)
-        state, (q, k, v) = state._at_one_precision(*inputs[:3])
+        state, (q, k, v) = state._at_one_precision(*inputs[:3], implementation=implementation)
         inputs = inputs._replace(query=q, key=k, value=v)
     with without_autocast(query):
         feature_map = map_for(features, inputs.key)
@@ -247,7 +247,7 @@ class RMFAState:
         grouped, lead = arrange_query(query, *self.key_sum.shape[:2])
         self._check_map(features)
         dtype = grouped.dtype
-        state, (grouped,) = self._at_one_precision(grouped)
+        state, (grouped,) = self._at_one_precision(grouped, implementation=implementation)
         with without_autocast(query):
             feature_map = map_for(features, grouped)
             query_scale = arrange_scale(features.scale if scale is None else scale, grouped, features.scale)
@@ -271,9 +271,10 @@ class RMFAState:
         vars(self).update(taken)
         return self
 
-    def _at_one_precision(self, *rows: Tensor) -> tuple["RMFAState", list[Tensor]]:
-        """Where state or rows are float64, both of them: what a call computes in has one precision."""
-        if (self.key_sum.dtype == torch.float64) == (rows[0].dtype == torch.float64):
+    def _at_one_precision(self, *rows: Tensor, implementation: str) -> tuple["RMFAState", list[Tensor]]:
+        """Where state or rows are float64, both of them; fused kernels, asked for by name, refuse float64."""
+        alike = (self.key_sum.dtype == torch.float64) == (rows[0].dtype == torch.float64)
+        if alike or implementation == "triton":
             return self, list(rows)
         sums = Sums(*(x.double() for x in self._sums()))
         return self._from_sums(sums, self.count), [x.double() for x in rows]
@@ -387,7 +388,7 @@ def step(
     if query.shape[-2] != key.shape[-2]:
         raise ValueError(f"a step takes one query for each key, got {query.shape[-2]} and {key.shape[-2]}")
     dtype = inputs.query.dtype
-    state, (q, k, v) = state._at_one_precision(*inputs[:3])
+    state, (q, k, v) = state._at_one_precision(*inputs[:3], implementation=implementation)
     inputs = inputs._replace(query=q, key=k, value=v)
     with without_autocast(query):
         feature_map = map_for(features, inputs.key)
