@@ -141,3 +141,11 @@ def test_a_missing_extra_is_named(module):
     assert result.returncode == 1
     assert f"need {module}; install them with: pip install 'schoenbat[cli]'" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("command", ["error", "speed", "theorems", "demo"])
+def test_a_place_that_cannot_be_written_to_is_refused_before_anything_is_measured(command, tmp_path):
+    (tmp_path / "file").touch()
+    result = CliRunner().invoke(app, [command, "--out", str(tmp_path / "file" / "deeper")])
+    assert result.exit_code == 2
+    assert "is a file; choose a directory" in " ".join(result.output.replace("│", "").split())

@@ -181,3 +181,19 @@ def test_a_group_has_its_own_steps_unless_others_are_given():
     assert _train_options(tuning, []) == (("steps", str(tuning.steps)),)
     assert dict(_train_options(tuning, ["steps=10", "keep-zeros"])) == {"steps": "10", "keep-zeros": ""}
     assert _train_options(main, []) == ()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--known", "nowhere.json"], "there is no nowhere.json, neither a directory of runs nor a file by"),
+        (["--train-option", "stepz=3"], "'lra train' has no option --stepz"),
+        (["--out", __file__], "is a file; choose a directory"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_before_anything_is(invoke, tmp_path, monkeypatch, options, message):
+    monkeypatch.chdir(tmp_path)
+    result = invoke("sweep", "--attentions", "softmax", *options)
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.replace("│", "").split())
+    assert not list(tmp_path.iterdir())

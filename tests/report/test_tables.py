@@ -43,11 +43,13 @@ def test_speed_tables_show_ratios_and_leave_out_what_was_not_measured(speeds):
 
 def test_crossover_in_words(speeds):
     assert list(tables.crossover_lines(speeds)) == [
-        "forward: RMFA with exp is faster than SDPA from n = 1,000 on",
-        "forward+backward: RMFA with exp is faster than SDPA from n = 1,000 on",
+        "forward: RMFA with exp and the map exact-low is faster than SDPA from n = 1,000 on",
+        "forward+backward: RMFA with exp and the map exact-low is faster than SDPA from n = 1,000 on",
     ]
     without = [row for row in speeds if row.method != "sdpa"]
-    assert "not faster than SDPA to the end" in next(tables.crossover_lines(without))
+    assert "not measured beside SDPA" in next(tables.crossover_lines(without))
+    slower = [replace(row, median=1e3) if row.method == "rmfa" else row for row in speeds]
+    assert "not faster than SDPA up to n = 1,000" in next(tables.crossover_lines(slower))
 
 
 def cells(text, name):

@@ -15,7 +15,11 @@ if TYPE_CHECKING:
     from schoenbat.data.catalogue import Progress
     from schoenbat.data.task import Task
 
-app = typer.Typer(no_args_is_help=True, help="The tasks of the Long Range Arena: prepare and list them.")
+app = typer.Typer(
+    no_args_is_help=True,
+    help="The tasks of the Long Range Arena: prepare and list them.",
+    epilog="Example: schoenbat data prepare listops",
+)
 
 Data = Annotated[Path, typer.Option("--data", help="Directory for the prepared tasks.")]
 

@@ -36,7 +36,9 @@ ACCELERATORS = ("auto", "cpu", "cuda")
 PRECISIONS = ("bf16-mixed", "32-true")
 
 app = typer.Typer(
-    no_args_is_help=True, help="The Long Range Arena: train one attention on one task, or all on all."
+    no_args_is_help=True,
+    help="The Long Range Arena: train one attention on one task, or all on all.",
+    epilog="Example: schoenbat lra train --task listops --attention schoenbat --steps 50 --batch-size 4",
 )
 app.add_typer(sweep_app)
 
@@ -159,18 +161,22 @@ def _load(options: "RunOptions", data: Path, directory: Path, *, resume: bool) -
     """The task, once it is clear that the run can begin."""
     from schoenbat.data import load
     from schoenbat.registry import build_attention
-    from schoenbat.training.processes import STRATEGIES
+    from schoenbat.training.processes import STRATEGIES, is_first
 
     choices = {"accelerator": ACCELERATORS, "strategy": STRATEGIES, "precision": PRECISIONS}
     for name, known in choices.items():
         if getattr(options, name) not in known:
             raise ValueError(f"--{name} is one of {', '.join(known)}; got {getattr(options, name)!r}")
+    if options.accelerator == "cuda" and _device("cuda") != "cuda":
+        raise ValueError("there is no GPU that PyTorch can use; leave --accelerator out, or set it to cpu")
     build_attention(options.attention, head_dim=32, num_heads=2, max_length=64)
     if find_checkpoint(directory) is not None and not resume and not options.timing:
         raise ValueError(
             f"{directory} holds a run that was begun before; continue it with --resume, choose another "
             "--out, or delete that directory"
         )
+    if resume and find_checkpoint(directory) is None and is_first():
+        console.print(f"{directory} holds nothing to continue: beginning anew", soft_wrap=True)
     directory.mkdir(parents=True, exist_ok=True)
     return load(options.task, data, hide_zeros=options.protocol.hide_zeros)
 

@@ -11,7 +11,7 @@ import typer
 from rich.markup import escape
 from rich.progress import Progress, TaskID
 
-from schoenbat.cli.terminal import console, explained, print_files, progress_bar, split_names
+from schoenbat.cli.terminal import console, explained, place_for_files, print_files, progress_bar, split_names
 from schoenbat.experiments.groups import GROUPS, Group, find_group
 
 if TYPE_CHECKING:
@@ -56,7 +56,9 @@ def sweep(
         bool, typer.Option("--timing", help="Time 200 steps of each task and attention, one after the other.")
     ] = False,
     data: Annotated[Path, typer.Option(help="Directory of the tasks' data.")] = Path("data"),
-    out: Annotated[Path, typer.Option(help="Directory of the runs.")] = Path("runs"),
+    out: Annotated[Path, typer.Option(help="Directory of the runs.", callback=place_for_files)] = Path(
+        "runs"
+    ),
     known: Annotated[
         Path | None, typer.Option(help="A file by 'lra gather': the runs in it are done already.")
     ] = None,
@@ -72,6 +74,7 @@ def sweep(
     The exit code is 1 if a run failed, and 0 if all are done or the budget is spent.
     """
     from schoenbat.training.cells import SweepOptions
+    from schoenbat.training.gathered import read_runs
     from schoenbat.training.sweep import parse_duration
 
     with explained():
@@ -88,6 +91,8 @@ def sweep(
             train_options=_train_options(chosen, train_option or []),
             **({"budget": parse_duration(budget)} if budget else {}),
         )
+        if known is not None:
+            read_runs(known)  # complains about a damaged one, before anything is trained
     if not _show(options):
         raise typer.Exit(1)
 
@@ -137,7 +142,9 @@ def table(
     runs: Annotated[Path, typer.Option(help="Directory of the runs, or a file by 'lra gather'.")] = Path(
         "runs"
     ),
-    out: Annotated[Path, typer.Option(help="Directory for lra-table.md and lra-table.json.")] = Path("out"),
+    out: Annotated[
+        Path, typer.Option(help="Directory for lra-table.md and lra-table.json.", callback=place_for_files)
+    ] = Path("out"),
 ) -> None:
     """Accuracy, time and memory of all runs by task and attention, beside the paper's figures."""
     from schoenbat.files import write_atomically
@@ -165,11 +172,16 @@ def _show(options: "SweepOptions") -> bool:
     counts = dict.fromkeys((training.Finished, training.Failed, training.Skipped), 0)
     with progress_bar() as progress, _termination_as_interruption():
         view = _View(progress, options)
-        with closing(training.run(options)) as events:
-            for event in events:
-                view.show(event)
-                if type(event) in counts:
-                    counts[type(event)] += 1
+        try:
+            with closing(training.run(options)) as events:
+                for event in events:
+                    view.show(event)
+                    if type(event) in counts:
+                        counts[type(event)] += 1
+        except KeyboardInterrupt:
+            progress.stop()
+            typer.echo("stopped: runs keep what they reached, the same command goes on from there", err=True)
+            raise
     finished, failed, skipped = counts.values()
     console.print(
         f"cells: {finished} finished, {failed} failed, {skipped} skipped, of {len(options.cells)}",

@@ -1,5 +1,6 @@
 """What every command shares: the console, progress bars, files, and errors without a traceback."""
 
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -57,6 +58,16 @@ def split_names(text: str | None) -> tuple[str, ...] | None:
 def given(**options: object) -> dict[str, Any]:
     """The options that were given on the command line; the others keep their defaults."""
     return {name: value for name, value in options.items() if value is not None}
+
+
+def place_for_files(path: Path) -> Path:
+    """For --out: refused before anything is measured for it, and not once nothing can be written there."""
+    there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    if not there.is_dir():
+        raise typer.BadParameter(f"{there} is a file; choose a directory")
+    if not os.access(there, os.W_OK):
+        raise typer.BadParameter(f"{there} may not be written to; choose another place")
+    return path
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from schoenbat.cli.terminal import console, explained, print_files, track, write
 app = typer.Typer()
 
 
-@app.command(epilog="Example: schoenbat theorems --out results")
+@app.command(epilog="Example: schoenbat theorems --quick")
 def theorems(quick: Quick = False, seed: Seed = 0, out: Out = Path("out")) -> None:
     """Measure what the paper's theorems claim: unbiasedness, the error bound, the kernels, post-SBN.
 

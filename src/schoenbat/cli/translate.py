@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from schoenbat.cli.lra import EXIT_NOT_FINITE
+from schoenbat.cli.measure import Out
 from schoenbat.cli.terminal import console, explained, given, print_files, progress_bar, write
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def translate(
     data: Annotated[
         Path, typer.Option(help="The Parquet file or the published files of Multi30k, or their folder.")
     ] = Path("data"),
-    out: Annotated[Path, typer.Option(help="Directory for the JSON and SVG files.")] = Path("out"),
+    out: Out = Path("out"),
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
     learning_rate: Annotated[
         float | None,
@@ -140,6 +141,10 @@ def _train(attention: str, encoded: "Encoded", options: "TranslationOptions") ->
             bar.stop()
             typer.echo(str(error), err=True)
             raise typer.Exit(EXIT_NOT_FINITE) from None
+        except KeyboardInterrupt:
+            bar.stop()
+            typer.echo("stopped: attentions trained to their end are kept, this one is not", err=True)
+            raise
 
 
 def _write(path: Path, options: "TranslationOptions", rows: "list[EpochRow]") -> None:

@@ -150,15 +150,20 @@ def find_rival(rows: Sequence[SpeedRow], row: SpeedRow, against: str) -> SpeedRo
 
 def crossover(rows: Sequence[SpeedRow], kernel: str | None, direction: str) -> int | None:
     """The least length from which on RMFA is faster than SDPA wherever both were measured; None if never."""
-    speedups = {
+    speedups = over_sdpa(rows, kernel, direction)
+    faster = itertools.takewhile(lambda length: speedups[length] > 1, sorted(speedups, reverse=True))
+    return min(faster, default=None)
+
+
+def over_sdpa(rows: Sequence[SpeedRow], kernel: str | None, direction: str) -> dict[int, float]:
+    """The speed-up over SDPA by the length, wherever both were measured."""
+    return {
         row.length: ratio
         for row in rows
         if (row.method, row.kernel, row.direction) == ("rmfa", kernel, direction)
         for ratio in [speedup(rows, row, "sdpa")]
         if ratio is not None
     }
-    faster = itertools.takewhile(lambda length: speedups[length] > 1, sorted(speedups, reverse=True))
-    return min(faster, default=None)
 
 
 def _draw_inputs(options: SpeedOptions, length: int, device: torch.device) -> list[Tensor]:

@@ -9,7 +9,16 @@ from rich.table import Table
 from schoenbat.experiments.comparison import AttentionError, AttentionSpeed, growth
 from schoenbat.experiments.demo import DemoRow
 from schoenbat.experiments.error import ErrorRow
-from schoenbat.experiments.speed import BACKWARD, FORWARD, PASSES, SpeedRow, crossover, find_rival, speedup
+from schoenbat.experiments.speed import (
+    BACKWARD,
+    FORWARD,
+    PASSES,
+    SpeedRow,
+    crossover,
+    find_rival,
+    over_sdpa,
+    speedup,
+)
 from schoenbat.report.markdown import NOT_MEASURED
 from schoenbat.translation.record import EpochRow
 
@@ -56,11 +65,13 @@ def crossover_lines(rows: Sequence[SpeedRow]) -> Iterator[str]:
     """From which length on RMFA is faster than SDPA, in words."""
     for kernel in dict.fromkeys(row.kernel for row in rows if row.method == "rmfa"):
         for direction in PASSES:
-            length = crossover(rows, kernel, direction)
-            where = (
-                f"faster than SDPA from n = {length:,} on" if length else "not faster than SDPA to the end"
-            )
-            yield f"{direction}: RMFA with {kernel} is {where}"
+            measured, length = over_sdpa(rows, kernel, direction), crossover(rows, kernel, direction)
+            where = f"not faster than SDPA up to n = {max(measured, default=0):,}"
+            if not measured:
+                where = "not measured beside SDPA"
+            elif length:
+                where = f"faster than SDPA from n = {length:,} on"
+            yield f"{direction}: RMFA with {kernel} and the map exact-low is {where}"
 
 
 def attention_speed_table(rows: Sequence[AttentionSpeed]) -> Table:

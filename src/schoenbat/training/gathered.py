@@ -14,7 +14,10 @@ GATHERED = f"{EXPERIMENT}-runs"
 def read_runs(path: Path) -> tuple[list[RunResult], list[str]]:
     """All runs under a directory or in a gathered file, and what could not be read, in sentences."""
     if not path.exists():
-        raise ValueError(f"there is no {path}; train with: schoenbat lra sweep --out {path}")
+        raise ValueError(
+            f"there is no {path}, neither a directory of runs nor a file by 'lra gather'; "
+            "train with: schoenbat lra sweep"
+        )
     if path.is_file():
         return [parse_result(content) for content in _contents(path)], []
     return _read_directory(path)
@@ -58,7 +61,10 @@ def _read_directory(directory: Path) -> tuple[list[RunResult], list[str]]:
 
 def _content(path: Path) -> dict[str, Any]:
     """One run's result, as it is written."""
-    read_result(path)  # complains about a damaged one
+    try:
+        read_result(path)
+    except ValueError as error:
+        raise ValueError(f"{error}; delete it, and the sweep trains that run again") from error
     content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return content
 
