@@ -5,6 +5,7 @@ in README.md, and docs/time-against-length.svg where ever longer sequences were 
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from schoenbat.experiments.groups import find_group
 from schoenbat.files import write_atomically
 from schoenbat.report.arena import sdpa_table
 from schoenbat.report.lra import NAIVE, collect
+from schoenbat.report.markdown import table
 from schoenbat.report.pages import fill
 from schoenbat.report.plots import scaling_plot
 
@@ -48,42 +50,35 @@ def tables(measured: Rows) -> dict[str, str]:
 
 def speed_table(rows: Rows) -> str:
     found = {(row["shape"], row["method"], row["direction"]): row for row in rows}
-    lines = [
-        "| B·H × n, d, D, map | pass | RMFA, ms | floors | SDPA (cuDNN), ms | faster by | eager / fused |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
-    ]
+    lines = []
     for (shape, method, direction), row in found.items():
         if method != "triton" or shape.startswith(LENGTHS):
             continue
         softmax, eager = (found.get((shape, other, direction)) for other in ("cudnn", "eager"))
         cells = [
-            shape,
-            direction,
             f"{1e3 * row['median']:.3f}",
             f"{row['median'] / row['floor']:.1f}" if direction in ("forward", DECODE) else "",
             "" if softmax is None else f"{1e3 * softmax['median']:.3f}",
             "" if softmax is None else f"{softmax['median'] / row['median']:.1f} ×",
             "" if eager is None else f"{eager['median'] / row['median']:.1f}",
         ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append([shape, direction, *cells])
+    figures = ["RMFA, ms", "floors", "SDPA (cuDNN), ms", "faster by", "eager / fused"]
+    return _table(["pass", *figures], lines, words=2)
 
 
 def rivals_table(rows: Rows) -> str:
     """What else was measured on the same tensors, divided by the time of RMFA."""
     found = {(row["shape"], row["method"], row["direction"]): row["median"] for row in rows}
-    lines = [
-        f"| B·H × n, d, D, map | pass | RMFA, ms | {' | '.join(RIVALS)} |",
-        f"| --- | --- |{' ---: |' * (1 + len(RIVALS))}",
-    ]
+    lines = []
     for (shape, method, direction), own in found.items():
         if method != "triton" or shape.startswith(LENGTHS):
             continue
         others = [found.get((shape, rival, direction)) for rival in RIVALS.values()]
         if any(others[1:]):  # SDPA alone is in the table above
             ratios = ["" if other is None else f"{other / own:.1f} ×" for other in others]
-            lines.append(f"| {shape} | {direction} | {1e3 * own:.3f} | {' | '.join(ratios)} |")
-    return "\n".join(lines)
+            lines.append([shape, direction, f"{1e3 * own:.3f}", *ratios])
+    return _table(["pass", "RMFA, ms", *RIVALS], lines, words=2)
 
 
 def memory_table(rows: Rows) -> str:
@@ -100,11 +95,17 @@ def memory_table(rows: Rows) -> str:
             shape[row["method"], row["direction"]] = (row["memory"] + 4 * tensor) / (8 * tensor)
     columns = [(method, direction) for direction in STEPS for method in METHODS]
     titles = [f"{METHODS[method]}, {STEPS[direction]}" for method, direction in columns]
-    lines = [f"| B·H × n, d, D, map | {' | '.join(titles)} |", f"| --- |{' ---: |' * len(titles)}"]
-    for name, cells in found.items():
-        shown = [f"{cells[column]:.2f}" if column in cells else "" for column in columns]
-        lines.append(f"| {name} | {' | '.join(shown)} |")
-    return "\n".join(lines)
+    lines = [
+        [name, *(f"{cells[column]:.2f}" if column in cells else "" for column in columns)]
+        for name, cells in found.items()
+    ]
+    return _table(titles, lines, words=1)
+
+
+def _table(titles: Sequence[str], lines: Sequence[Sequence[str]], words: int) -> str:
+    """A line for each shape, whose figures come after so many columns of words."""
+    heading = ["B·H × n, d, D, map", *titles]
+    return table(heading, lines, [column >= words for column in range(len(heading))])
 
 
 def _bytes_of_a_tensor(shape: str) -> int:

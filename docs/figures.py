@@ -7,7 +7,7 @@ their markers in the pages.
 import importlib.util
 import io
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 
 from schoenbat.experiments.error import ErrorRow
 from schoenbat.files import write_atomically
+from schoenbat.report.markdown import table
 from schoenbat.report.pages import fill
 from schoenbat.report.plots import agreement_plot, error_plot, scaling_plot
 
@@ -122,7 +123,7 @@ def _sharpness_table(rows: Rows) -> str:
     for scale in _each(rows, "scale"):
         cells = [found[scale, *column] for column in columns]
         lines.append([f"{scale:g}", f"{cells[0]['largest_weight']:.3f}", *(_relative(c) for c in cells)])
-    return _table(["scale", "largest weight", *(f"{name}, D = {count}" for name, count in columns)], lines)
+    return table(["scale", "largest weight", *(f"{name}, D = {count}" for name, count in columns)], lines)
 
 
 def _cpu_times(rows: Rows) -> Iterable[tuple[str, float, float]]:
@@ -146,7 +147,7 @@ def _crossover_table(times: Iterable[tuple[str, float, float]], rival: str) -> s
         [what, _milliseconds(theirs), _milliseconds(ours), f"{theirs / ours:,.1f} ×"]
         for what, theirs, ours in times
     ]
-    return _table(["heads × n", f"{rival}, ms", "RMFA, ms", "faster by"], lines)
+    return table(["heads × n", f"{rival}, ms", "RMFA, ms", "faster by"], lines)
 
 
 def _parallel_table(rows: Rows) -> str:
@@ -156,7 +157,7 @@ def _parallel_table(rows: Rows) -> str:
         [f"{row['length']:,}", f"{row['sent'] / 1024:,.1f}", f"{row['keys_and_values'] / 1024:,.0f}"]
         for row in chosen
     ]
-    return _table(["tokens", f"KiB that each of {most} ranks hands over", "KiB of its keys, values"], lines)
+    return table(["tokens", f"KiB that each of {most} ranks hands over", "KiB of its keys, values"], lines)
 
 
 def _charlm_table() -> str:
@@ -180,7 +181,7 @@ def _charlm_table() -> str:
                 ]
             )
     heading = ["context", "steps × crops", "attention", "bits per byte", "kB/s", "GiB"]
-    return _table([*heading, "ms a byte, first", "last"], lines)
+    return table([*heading, "ms a byte, first", "last"], lines)
 
 
 def _minilm_table() -> str:
@@ -196,7 +197,7 @@ def _minilm_table() -> str:
                 scores.setdefault(key, []).extend(f"{row[k]:.3f}" for k in ("cosine", "spearman"))
         lines += [[*key, *cells] for key, cells in scores.items()]
     corpora = ("reviews", "papers")
-    return _table(
+    return table(
         ["attention", "stage", *(f"{c}, {k}" for c in corpora for k in ("cosine", "rank correlation"))], lines
     )
 
@@ -211,14 +212,6 @@ def _milliseconds(seconds: float) -> str:
 
 def _each(rows: Rows, name: str) -> list[Any]:
     return list(dict.fromkeys(row[name] for row in rows))
-
-
-def _table(heading: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """Words to the left, figures to the right."""
-    lines = list(lines)
-    numeric = [all(line[i][:1].isdigit() for line in lines) for i in range(len(heading))]
-    rule = ["---:" if right else "---" for right in numeric]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (heading, rule, *lines))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,10 @@ from schoenbat.cli import app
 from schoenbat.data import listops
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "RESULTS.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "RESULTS.md", "CONTRIBUTING.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 BLOCK = re.compile(r"^(?:<!-- needs (.+) -->\n)?```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # What a block may ask for by a comment before it, and whether it is there.
 NEEDS = {"a GPU": torch.cuda.is_available(), "prepared data": True}

@@ -1,8 +1,8 @@
 """Sequences of different lengths laid end to end, or as jagged nested tensors, brought to padded batches.
 
-Sequences whose lengths have the same number of binary digits are padded to a batch together. So there are at
-most twice as many rows as tokens, and as many calls as lengths have different digits: a handful, however
-many sequences there are.
+Sequences whose lengths have the same number of binary digits, of queries and of keys, are padded to a batch
+together. So there are at most twice as many rows as tokens, and as many calls as lengths have different
+numbers of digits: a handful in self-attention, however many sequences there are.
 """
 
 from collections import defaultdict

@@ -24,8 +24,9 @@ def rmfa_varlen(
 ) -> Tensor:
     """`rmfa` of packed sequences: each attends to itself alone, whatever lies before and after it.
 
-    Sequences of similar length are padded to one batch, at most twice as many rows as there are tokens, in at
-    most as many calls as there are different powers of two among the lengths. Lengths are read on the host:
+    Sequences of similar length are padded to one batch, at most twice as many rows as there are tokens, in as
+    many calls as there are different numbers of binary digits among the lengths (pairs of them, where queries
+    and keys have lengths of their own). Lengths are read on the host:
     hand over `cu_seqlens` on the CPU, and nothing waits for a GPU.
 
     Args:

@@ -228,5 +228,7 @@ def test_results_are_read_from_files(tmp_path):
 def test_a_directory_without_results_is_explained(tmp_path):
     with pytest.raises(ValueError, match=r"no results under .* train with: schoenbat lra sweep"):
         collect(tmp_path)
-    with pytest.raises(ValueError, match=r"there is no .*nowhere, neither .*; train with: schoenbat lra sweep"):
+    with pytest.raises(
+        ValueError, match=r"there is no .*nowhere, neither .*; train with: schoenbat lra sweep"
+    ):
         collect(tmp_path / "nowhere")

@@ -359,7 +359,7 @@ def test_a_half_written_line_of_the_log_is_passed_over(options, ending):
     directory = cell.directory(chosen.out)
     directory.mkdir(parents=True)
     assert read_progress(cell, chosen.out) == Progressed(cell)
-    lines = [{"step": 10, "loss": 2.0, "accuracy": 0.25}, {"step": 20, "loss": 1.5}]
+    lines = [{"step": 10, "loss": 2.0, "validation": 0.25}, {"step": 20, "loss": 1.5}]
     (directory / LOG).write_text("".join(json.dumps(line) + "\n" for line in lines) + ending)
     assert read_progress(cell, chosen.out) == Progressed(cell, 20, 1.5, 0.25)
 

@@ -206,7 +206,7 @@ class _View:
                 total = None if cell.timing else self.options.steps(cell.task)
                 self.bars[cell] = self.progress.add_task(escape(str(cell)), total=total)
                 self._say(f"{'continued' if resumed else 'started'}: {cell}")
-            case Progressed(cell, step, loss, _, validation):
+            case Progressed(cell, step, loss, validation):
                 known = {"loss": loss, "validation": validation}
                 words = [f"{name} {value:.3f}" for name, value in known.items() if value is not None]
                 description = escape(" ".join([str(cell), *words]))

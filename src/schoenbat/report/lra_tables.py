@@ -3,11 +3,12 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rich import box
 from rich.table import Table
 
 from schoenbat.report.lra import LEFT_CHANCE, NAIVE, SDPA, LraRow, LraTable, Spread
 from schoenbat.report.markdown import NOT_MEASURED
+from schoenbat.report.markdown import table as markdown_table
+from schoenbat.report.tables import plain_table
 
 
 def accuracy_table(table: LraTable) -> Table:
@@ -38,8 +39,8 @@ class _Grid:
     caption: str
 
     def as_rich(self) -> Table:
-        table = Table(title=self.title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        table.caption, table.caption_justify = self.caption, "left"
+        table = plain_table(self.title)
+        table.caption = self.caption
         table.add_column(self.headings[0], max_width=10)
         table.add_column(self.headings[1], overflow="fold")
         for heading in self.headings[2:]:
@@ -53,10 +54,9 @@ class _Grid:
 
     def as_markdown(self) -> str:
         headings = [heading.replace("\n", " ").strip() for heading in self.headings]
-        lines = [headings, ["---", "---", *["---:"] * (len(headings) - 2)]]
-        lines += [list(row) for section in self.sections for row in section]
-        rows = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-        return f"## {self.title}\n\n{rows}\n{self.caption}\n"
+        lines = [row for section in self.sections for row in section]
+        rows = markdown_table(headings, lines, [column > 1 for column in range(len(headings))])
+        return f"## {self.title}\n\n{rows}\n\n{self.caption}\n"
 
 
 def _accuracies(table: LraTable) -> _Grid:

@@ -44,8 +44,6 @@ class Progressed:
     cell: Cell
     step: int | None = None
     loss: float | None = None
-    accuracy: float | None = None
-    """On the training data."""
     validation: float | None = None
 
 
@@ -102,7 +100,7 @@ def read_progress(cell: Cell, out: Path) -> Progressed:
     latest: dict[str, Any] = {}
     for line in read_log(cell.directory(out) / LOG):
         latest |= line
-    return Progressed(cell, *(latest.get(name) for name in ("step", "loss", "accuracy", "validation")))
+    return Progressed(cell, *(latest.get(name) for name in ("step", "loss", "validation")))
 
 
 def run(options: SweepOptions, command: Command | None = None) -> Generator[Event, None, None]:
