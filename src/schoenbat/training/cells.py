@@ -3,6 +3,7 @@
 import math
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from schoenbat.data.cache import read_manifest
+from schoenbat.data.errors import DataError
 from schoenbat.registry import build_attention
 from schoenbat.training.protocol import OF_WHOLE_RUNS, Protocol
 from schoenbat.training.record import NOT_SETTINGS, RESULT, RunResult, read_result, run_directory
@@ -194,7 +196,7 @@ def _wanted(cell: Cell, options: SweepOptions) -> dict[str, str]:
     if cell.timing:
         # A run that is timed does not take all its steps.
         wanted = {name: value for name, value in wanted.items() if name not in OF_WHOLE_RUNS}
-    if (options.data / cell.task).is_dir():
+    with suppress(DataError):  # what cannot be read is the run's own to complain about
         wanted["data"] = read_manifest(options.data / cell.task).fingerprint
     return wanted
 
