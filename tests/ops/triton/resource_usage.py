@@ -36,7 +36,9 @@ from schoenbat.ops.triton.launch_map import tiles_of_map
 from schoenbat.ops.triton.launch_window import tiles_for as window_tiles_for
 from schoenbat.ops.triton.plan import GROUP, GROUP_OF_PAIRS
 
-CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+CUOBJDUMP, NVDISASM = (
+    Path(triton.__file__).parent / "backends/nvidia/bin" / name for name in ("cuobjdump", "nvdisasm")
+)
 INTEGERS = {
     "p_degrees": "i32",
     "p_first": "i32",
@@ -107,15 +109,26 @@ def usage(kernel, constants, dtype, tiles):
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        command = [CUOBJDUMP, "-res-usage", file.name]
-        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        printed, code = (
+            subprocess.run([*command, file.name], capture_output=True, text=True, check=True).stdout
+            for command in ([CUOBJDUMP, "-res-usage"], [NVDISASM, "--print-code"])
+        )
     registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", printed).groups())
     return {
+        "running": running(code),
         "registers": registers,
         "limit": tiles.registers,
         "stack": stack,
         "shared": compiled.metadata.shared,
     }
+
+
+def running(code):
+    """How many asynchronous products a wait leaves running at most, in code where some read registers."""
+    if not re.search(r"HGMMA\S* R\d+, R\d+", code):
+        return 0
+    waits = re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\w+)", code)
+    return max(int(left, 16) for left in waits)
 
 
 def constants_for(width, quadratic, tiles, parts):

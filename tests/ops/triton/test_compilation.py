@@ -57,3 +57,9 @@ def test_nothing_spills_more_than_is_known(usages):
 
 def test_shared_memory_suffices(usages):
     assert all(usage["shared"] <= SHARED_MEMORY for usage in usages), usages
+
+
+def test_products_that_read_registers_are_waited_for_at_once(usages):
+    """Assemblers before CUDA 13.3 may write to such registers while a product is still running."""
+    for usage in usages:
+        assert usage["running"] == 0, usage
