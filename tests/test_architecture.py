@@ -24,17 +24,18 @@ def imported(path):
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             for_types.update(ast.walk(node))
-        elif isinstance(node, ast.ImportFrom) and node.module and node not in for_types:
-            package, _, rest = node.module.partition(".")
-            if package == PACKAGE:
-                yield from [rest.partition(".")[0]] if rest else [name.name for name in node.names]
+        elif isinstance(node, ast.ImportFrom) and node not in for_types:
+            assert not node.level, f"{path}: an import says where it is from"
+            names = [node.module] if node.module != PACKAGE else [f"{PACKAGE}.{x.name}" for x in node.names]
+            yield from (name.split(".")[1] for name in names if name.startswith(f"{PACKAGE}."))
+        elif isinstance(node, ast.Import) and node not in for_types:
+            yield from (x.name.split(".")[1] for x in node.names if x.name.startswith(f"{PACKAGE}."))
 
 
 def test_every_file_has_a_place():
-    names = {
-        path.stem for path in SOURCE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
-    }
-    assert names - {"__init__", "__main__", "py"} == set(places())
+    files = {path.stem for path in SOURCE.glob("*.py")}
+    folders = {path.parent.name for path in SOURCE.glob("*/__init__.py")}
+    assert files - {"__init__", "__main__"} | folders == set(places())
 
 
 def test_files_import_what_stands_before_them():

@@ -314,11 +314,6 @@ def test_a_state_takes_rows_of_another_precision(of_state, of_rows, implementati
     torch.testing.assert_close(read, rmfa(query, key, value, features))
 
 
-def test_a_state_has_the_precision_of_its_map():
-    features = MaclaurinFeatures(6, 16, dtype=torch.float64)
-    assert RMFAState.zeros(features, 1, 1, 5).key_sum.dtype == torch.float64
-
-
 def test_what_is_no_map_and_what_is_no_state_is_named(features):
     tensors = batch()
     state = RMFAState.zeros(features, 3, 2, 5)
@@ -331,3 +326,8 @@ def test_what_is_no_map_and_what_is_no_state_is_named(features):
             call()
     with pytest.raises(TypeError, match=r"state must be an RMFAState, got None; begin with RMFAState\.zeros"):
         rmfa_step(*tensors, features, None)
+
+
+def test_a_compiled_map_is_a_map(features):
+    tensors = batch()
+    assert torch.equal(rmfa(*tensors, torch.compile(features)), rmfa(*tensors, features))

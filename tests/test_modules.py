@@ -905,8 +905,9 @@ def test_rotary_positions_stay_relative_where_only_norms_are_changed(normalizati
 
 
 @pytest.mark.parametrize("lead", [(), (2,), (2, 3)])
-def test_a_first_step_takes_any_leading_dimensions(lead):
-    module = SchoenbAt(8, 4, 32).eval()
+@pytest.mark.parametrize("options", [{}, {"window": 2, "construction": "exact-low"}])
+def test_a_first_step_takes_any_leading_dimensions(lead, options):
+    module = SchoenbAt(8, 4, 32, **options).eval()
     q, k, v = torch.randn(3, *lead, 4, 5, 8).unbind()
     out, state = module.step(q[..., :2, :], k[..., :2, :], v[..., :2, :], None)
     rest, _ = module.step(q[..., 2:, :], k[..., 2:, :], v[..., 2:, :], state)
@@ -945,3 +946,11 @@ def test_a_word_is_no_flag(name):
 def test_a_head_of_no_width_is_named():
     with pytest.raises(ValueError, match="head_dim must be an integer of at least 1, got -1"):
         SchoenbAt(-1, 8)
+
+
+def test_a_compiled_module_can_be_pickled():
+    module = SchoenbAt(8, 2, 32)
+    module.compile()
+    module.features.compile()
+    other = pickle.loads(pickle.dumps(module))
+    assert torch.equal(other.features.tail, module.features.tail)

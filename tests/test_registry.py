@@ -95,7 +95,7 @@ def test_options_reach_the_class_with_their_types():
         ("mean:rotary=both", "rotary of attention 'mean' is one of false, true; got 'both'"),
         ("mean:conv=0", "conv must be an integer of at least 1, got 0"),
         ("softmax:qk_norm=rows", "qk_norm is True, False, 'token', 'l2' or 'batch', got 'rows'"),
-        ("softmax:naive=no", "attention 'softmax:naive=no': naive is True or False, got 'no'"),
+        ("softmax:naive=no", "attention 'softmax:naive=no': naive must be True or False, got 'no'"),
         ("schoenbat:rotary=true", "rotary=true needs normalization=l2"),
         ("softmax:rotary=true,qk_norm=true", "rotary=true needs qk_norm=l2"),
         ("softmax:scale=learned", "scale is 'auto', a float or None, got 'learned'"),

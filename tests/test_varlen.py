@@ -199,3 +199,10 @@ def test_jagged_values_of_other_lengths_than_the_keys_are_an_error(attend, lengt
     offsets = re.escape(f"offsets [0, 5, 8] and {starts(lengths).tolist()}")
     with pytest.raises(ValueError, match=offsets):
         attend(query, query, jagged(packed((5, 3)), lengths))
+
+
+def test_the_default_device_does_not_matter():
+    features, (q, k, v), ends = make_map("exact-low"), (packed(seed=i) for i in range(3)), starts(LENGTHS)
+    expected = rmfa_varlen(q, k, v, features, ends)
+    with torch.device("meta"):
+        assert torch.equal(rmfa_varlen(q, k, v, features, ends), expected)

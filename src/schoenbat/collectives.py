@@ -29,7 +29,8 @@ class WithProcessGroup(nn.Module):
     process_group: "ProcessGroup | None" = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "process_group"}
+        state: dict[str, Any] = super().__getstate__()
+        return {name: value for name, value in state.items() if name != "process_group"}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         new = memo[id(self)] = type(self).__new__(type(self))

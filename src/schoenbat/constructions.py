@@ -126,20 +126,10 @@ def _spend_unbiased(
     spending: _Spending, coefficients: Tensor, head_dim: int, scale: float, generator: Generator
 ) -> dict[int, int]:
     """Spend all that is left on the degrees of `coefficients`; returns the number of features by degree."""
-    degrees = torch.arange(len(coefficients), dtype=torch.float64)
-    powers = scale**degrees
-    # Where a power alone does not fit into float64, the product with its coefficient may.
-    products = torch.where(
-        powers.isinf(), (coefficients.log() + degrees * math.log(scale)).exp(), coefficients * powers
-    )
-    shares = {n: share for n, share in enumerate(products.tolist()) if share > 0}
-    last = max(shares, default=0)
-    # Coefficients that fall like 1/n! leave float64 before the series is over.
-    if shares and coefficients[last] < 1e-290 and shares[last] >= 1e-6 * max(shares.values()):
-        raise ValueError(
-            f"at scale {scale:g} a series reaches degrees whose coefficients do not fit into float64; choose "
-            "a smaller scale"
-        )
+    powers = scale ** torch.arange(len(coefficients), dtype=torch.float64)
+    shares = {n: share for n, share in enumerate((coefficients * powers).tolist()) if share > 0}
+    if math.isinf(sum(shares.values())):
+        raise ValueError(f"a series at scale {scale:g} does not fit into float64; choose a smaller scale")
     counts = _allocate(shares, spending.left, head_dim)
     sampled: dict[int, float] = {n: share for n, share in shares.items() if n not in counts}
     if sampled:

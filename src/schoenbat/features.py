@@ -100,9 +100,9 @@ class MaclaurinFeatures(nn.Module):
         self._made: dict[torch.dtype, tuple[list[tuple[Tensor, int]], FeatureMap]] = {}
         like = torch.empty(0, device=device, dtype=_map_dtype(dtype))
         for name in (*_MAPS, "feature_weights"):
-            self._hold(name, like, trainable and name != "feature_weights")
+            self._hold(name, like, self.trainable and name != "feature_weights")
         self._hold("degree_table", like.long(), False)
-        self.gains = nn.Parameter(like.clone()) if trainable else None
+        self.gains = nn.Parameter(like.clone()) if self.trainable else None
         self.degrees: tuple[int, ...] = ()
         self.resample(seed)
 
@@ -213,8 +213,9 @@ class MaclaurinFeatures(nn.Module):
 
         One that is not trained is made once and kept until its buffers change, in place or by assignment;
         what is written through ``.data`` is not noticed. A CUDA graph of fused kernels keeps the map it was
-        captured with; one of the eager path, or of a compiled call, reads the buffers themselves: it follows
-        what is loaded into them, and must be captured again after `resample`, which makes new ones.
+        captured with; one of the eager path, or of a compiled call, reads the buffers themselves where `dtype`
+        is theirs: it then follows what is loaded into them, if sizes and degrees stay, and must be captured
+        again after `resample`, which makes new ones.
         """
         buffers = [getattr(self, name) for name in (*_MAPS, "feature_weights")]
         if self.trainable or not may_reuse(*buffers):
@@ -271,7 +272,7 @@ class MaclaurinFeatures(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what was made: in a copy the versions of buffers begin anew, and do not tell them apart."""
-        return {**vars(self), "_made": {}}
+        return {**super().__getstate__(), "_made": {}}
 
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, *rest: Any, **named: Any

@@ -198,12 +198,12 @@ class RMFAState:
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> "RMFAState":
-        """A state that has seen nothing; device and dtype are the map's by default, and float32 at least."""
+        """A state that has seen nothing; device defaults to the map's, dtype is float32 at least."""
         for name, size in (("batch", batch), ("kv_heads", kv_heads), ("value_dim", value_dim)):
             check_count(name, size, 0)
         check_dtype("dtype", dtype)
         device = features.feature_weights.device if device is None else torch.device(device)
-        dtype = torch.promote_types(dtype or features.feature_weights.dtype, torch.float32)
+        dtype = torch.promote_types(dtype or torch.float32, torch.float32)
         monomials = sum(degree > 0 for degree in features.degrees)
         shapes = (monomials, value_dim), (monomials,), (features.head_dim,), (value_dim,)
         sums = [torch.zeros(batch, kv_heads, *shape, device=device, dtype=dtype) for shape in shapes]
@@ -408,7 +408,7 @@ def step(
 
 
 def _check_is_map(features: Any) -> None:
-    if not isinstance(features, MaclaurinFeatures):
+    if not isinstance(getattr(features, "_orig_mod", features), MaclaurinFeatures):  # or compiled
         raise TypeError(
             f"features must be a MaclaurinFeatures, got {features!r}; make one with "
             "MaclaurinFeatures(head_dim, num_features, kernel)"

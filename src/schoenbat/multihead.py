@@ -105,8 +105,8 @@ class MultiheadSchoenbAt(nn.MultiheadAttention):
                 key_mask), or float of 0 and −inf; other values are a ValueError on the CPU.
             need_weights: also return the attention matrix (quadratic): the weights before post-SBN.
             attn_mask: None, or a causal mask, whose last query sees all keys; anything else is a ValueError.
-                Its values are looked at in eager mode, but on a GPU not where ``is_causal=True`` stands
-                beside it; under `torch.compile` it needs that.
+                Its values are looked at in eager mode, but elsewhere than on the CPU not where
+                ``is_causal=True`` stands beside it; under `torch.compile` it needs that.
             average_attn_weights: average the weights over the heads.
             is_causal: attend causally, whether or not there is an attn_mask.
 
@@ -232,8 +232,7 @@ def _key_mask(key_padding_mask: Tensor | None) -> Tensor | None:
     if key_padding_mask.dtype == torch.bool:
         return ~key_padding_mask
     ignored = key_padding_mask.isneginf()
-    may_look = key_padding_mask.device.type == "cpu" and not torch.compiler.is_compiling()
-    if may_look and not bool((ignored | (key_padding_mask == 0)).all()):
+    if _may_look(key_padding_mask) and not bool((ignored | (key_padding_mask == 0)).all()):
         raise ValueError("a float key_padding_mask must hold 0 and -inf only: other biases need the weights")
     return ~ignored
 
@@ -248,9 +247,14 @@ def _check_size(attn_mask: Tensor, maps: int, queries: int, keys: int) -> None:
 
 def _is_causal(attn_mask: Tensor | None, hint: bool) -> bool:
     """By the mask's values; where looking would wait for a GPU, or cannot be, by the hint if there is one."""
-    if attn_mask is None or (hint and (attn_mask.is_cuda or torch.compiler.is_compiling())):
+    if attn_mask is None or (hint and not _may_look(attn_mask)):
         return hint
     return _is_causal_mask(attn_mask) or hint
+
+
+def _may_look(mask: Tensor) -> bool:
+    """Whether its values can be looked at without waiting for a device."""
+    return mask.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def _is_causal_mask(attn_mask: Tensor) -> bool:

@@ -98,7 +98,7 @@ class _Padding:
     def __init__(self, starts: Sequence[int], members: Sequence[int], device: torch.device) -> None:
         lengths = [starts[i + 1] - starts[i] for i in members]
         self.count, self.longest, total = len(members), max(lengths), sum(lengths)
-        places = torch.tensor([[starts[i] for i in members], lengths])
+        places = torch.tensor([[starts[i] for i in members], lengths], device="cpu")
         if device.type == "cuda":  # a copy from other memory would wait for the GPU
             places = places.pin_memory()
         first, length = places.to(device, non_blocking=True).unbind()

@@ -83,7 +83,7 @@ def with_seed(text: str, seed: int | None = None) -> str:
     if "seed" not in attention_options(name) or "seed=" in options:
         return text
     seed = int(torch.randint(2**31, (), device="cpu")) if seed is None else seed
-    return f"{text}{',' if options else ':'}seed={seed}"
+    return f"{name}:{options}{',' * bool(options)}seed={seed}"
 
 
 def build_attention(text: str, head_dim: int, num_heads: int, max_length: int | None = None) -> nn.Module:

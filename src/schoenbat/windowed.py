@@ -229,11 +229,8 @@ def step(
     check_window(features, width)
     if query.shape[-2] != length:
         raise ValueError(f"a step takes one query for each key, got {query.shape[-2]} and {length}")
-    expected, got = (*state.key.shape[:2], state.value.shape[-1]), (*key.shape[:2], value.shape[-1])
-    if expected != got:
-        raise ValueError(f"the state was made for (batch, kv_heads, value_dim) = {expected}, got {got}")
     tokens, before = arrange(query, key, value, key_mask, enable_gqa), state._remembered()
-    state.far._check_map(features)
+    state.far._check(tokens.key, tokens.value, features)
     others = _tensors(tokens.key, scale, far_weight, *(far_maps or ()))
     with without_autocast(query):
         feature_map = map_for(features, tokens.key)
@@ -246,6 +243,8 @@ def step(
                 *tokens[:4], before, feature_map, logit_scale, weight, maps, unit_rows
             )
             return tokens.restore(out), RMFAWindowState._from_remembered(after)
+        if state.far.key_sum.dtype == torch.float64 != tokens.key.dtype:
+            raise TypeError(f"the state is float64, tokens are {tokens.key.dtype}: cast them, or begin anew")
         if unit_rows is not None:
             key = unit_rows.of_keys(tokens.key, tokens.mask)
             tokens = tokens._replace(query=unit_rows(tokens.query), key=key)

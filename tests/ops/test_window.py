@@ -293,3 +293,10 @@ def test_reordering_by_rows_that_are_not_there_is_an_error_and_changes_nothing()
     with pytest.raises(ValueError, match=r"batch rows from 0 to 1, got \[0, 2\]"):
         state.reorder(torch.tensor([0, 2]))
     assert state.key is before
+
+
+def test_a_state_of_more_precision_than_its_tokens_is_an_error():
+    features = make_map("exact-low")
+    state = RMFAWindowState.zeros(features, 3, batch=2, kv_heads=2, value_dim=5, dtype=torch.float64)
+    with pytest.raises(TypeError, match=r"the state is float64, tokens are torch\.float32"):
+        rmfa_window_step(*batch(4, dtype=torch.float32), features, state)

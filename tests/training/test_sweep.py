@@ -384,3 +384,13 @@ def test_attentions_of_other_names_have_other_directories():
         len({Cell("text", f"schoenbat:kernel={kernel}", 0).directory(Path("runs")) for kernel in kernels})
         == 4
     )
+
+
+def test_data_that_cannot_be_read_cost_no_result(options, stand_in, tmp_path):
+    chosen = options()
+    list(sweep.run(chosen, stand_in(chosen)))
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / cache.MANIFEST).write_bytes(b"\xff\xfe\x00{")
+    (cell,) = chosen.cells
+    assert sweep._clear_result(cell, chosen) == Skipped(cell, DONE)
+    assert list(sweep.run(chosen, stand_in(chosen))) == [Skipped(cell, DONE)]

@@ -9,7 +9,7 @@ from torch import Generator, Tensor, nn
 from schoenbat.baselines.baseline import Baseline
 from schoenbat.baselines.linear_attention import weighted_sums, with_ones
 from schoenbat.baselines.masking import hide, present
-from schoenbat.options import MOST, check_count, check_seed
+from schoenbat.options import MOST, check_count, check_flag, check_seed
 from schoenbat.precision import refuse_half, without_autocast
 
 # The denominator's floor is exp(−2/σ²) a key, but not less than this: a small σ would leave no floor.
@@ -61,7 +61,7 @@ class RFA(Baseline):
         if check_count("num_features", num_features, 2, MOST) % 2:
             raise ValueError(f"num_features must be even, half sines and half cosines, got {num_features}")
         self.num_features = num_features
-        self.gate = gate
+        self.gate = check_flag("gate", gate)
         shape = (num_heads, num_features // 2, head_dim)
         normal = torch.randn(shape, dtype=torch.float64, generator=Generator().manual_seed(seed))
         self.register_buffer("frequencies", normal.to(torch.get_default_dtype()))

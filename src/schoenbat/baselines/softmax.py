@@ -12,7 +12,7 @@ from schoenbat.baselines.masking import zero_masked
 from schoenbat.kernels import kernel
 from schoenbat.learned_scale import scale_of
 from schoenbat.normalization import PostSBN, PreSBN
-from schoenbat.options import check_count, check_number
+from schoenbat.options import check_count, check_flag, check_number
 from schoenbat.precision import without_autocast
 
 # A logit of which softmax makes zero beside any other, and which float16 can hold.
@@ -61,10 +61,8 @@ class Softmax(Baseline):
         dropout: float = 0.0,
     ) -> None:
         super().__init__(head_dim, num_heads)
-        self.naive, self.dropout = naive, check_number("dropout", dropout, 0, 1)
+        self.naive, self.dropout = check_flag("naive", naive), check_number("dropout", dropout, 0, 1)
         self.window = None if window is None else check_count("window", window, least=0)
-        if not isinstance(naive, bool):
-            raise ValueError(f"naive is True or False, got {naive!r}")
         if qk_norm not in (False, True, "token", "l2", "batch"):
             raise ValueError(f"qk_norm is True, False, 'token', 'l2' or 'batch', got {qk_norm!r}")
         if isinstance(scale, str) and scale != "auto":

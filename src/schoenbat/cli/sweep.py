@@ -103,7 +103,7 @@ def _train_options(group: Group, texts: list[str]) -> tuple[tuple[str, str], ...
     from schoenbat.training.cells import FLAGS, parse_train_option
 
     given = dict(parse_train_option(text) for text in texts)
-    known = {name.replace("_", "-") for name in signature(train).parameters} | set(FLAGS)
+    known = {name.replace("_", "-") for name in signature(train).parameters} - {"compiled"} | set(FLAGS)
     for name in given:
         if name not in known:
             raise ValueError(f"'lra train' has no option --{name}; see: schoenbat lra train --help")
@@ -180,7 +180,8 @@ def _show(options: "SweepOptions") -> bool:
                         counts[type(event)] += 1
         except KeyboardInterrupt:
             progress.stop()
-            typer.echo("stopped: runs keep what they reached, the same command goes on from there", err=True)
+            kept = "what was timed is kept" if options.timing else "runs keep what they reached"
+            typer.echo(f"stopped: {kept}, the same command goes on from there", err=True)
             raise
     finished, failed, skipped = counts.values()
     console.print(

@@ -62,11 +62,12 @@ def given(**options: object) -> dict[str, Any]:
 
 def place_for_files(path: Path) -> Path:
     """For --out: refused before anything is measured for it, and not once nothing can be written there."""
-    there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-    if not there.is_dir():
-        raise typer.BadParameter(f"{there} is a file; choose a directory")
-    if not os.access(there, os.W_OK):
-        raise typer.BadParameter(f"{there} may not be written to; choose another place")
+    with explained():
+        there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+        if not there.is_dir():
+            raise ValueError(f"{there} is a file; choose a directory")
+        if not os.access(there, os.W_OK):
+            raise ValueError(f"{there} may not be written to; choose another place")
     return path
 
 

@@ -132,7 +132,9 @@ def read_manifest(folder: Path) -> Manifest:
                 f"{path} has the format {content['format']}, this version reads {FORMAT}; prepare it again"
             )
         return Manifest(**content)
-    except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
+    except DataError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} is no manifest of a prepared task ({error}); prepare it again") from error
 
 

@@ -24,6 +24,7 @@ from schoenbat.normalization import PreSBN
 FORWARD = "forward"
 BACKWARD = "forward+backward"
 PASSES = (FORWARD, BACKWARD)
+CONSTRUCTION = "exact-low"
 # How many n × n matrices exact attention may hold at once where it is written in plain PyTorch.
 EXACT_MATRICES = 6
 
@@ -40,7 +41,6 @@ class SpeedOptions:
     rivals: tuple[str, ...] = ("exact", "sdpa")
     head_dim: int = 50
     num_heads: int = 8
-    construction: str = "exact-low"
     device: str = "cpu"
     seconds: float = 0.3
     """How long each cell is repeated."""
@@ -188,7 +188,7 @@ def _attentions(options: SpeedOptions) -> Iterator[tuple[str, str | None, int | 
                 options.head_dim,
                 num_features,
                 kernel,
-                construction=options.construction,
+                construction=CONSTRUCTION,
                 seed=options.seed,
                 device=options.device,
             )

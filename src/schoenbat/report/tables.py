@@ -11,6 +11,7 @@ from schoenbat.experiments.demo import DemoRow
 from schoenbat.experiments.error import ErrorRow
 from schoenbat.experiments.speed import (
     BACKWARD,
+    CONSTRUCTION,
     FORWARD,
     PASSES,
     SpeedRow,
@@ -71,7 +72,7 @@ def crossover_lines(rows: Sequence[SpeedRow]) -> Iterator[str]:
                 where = "not measured beside SDPA"
             elif length:
                 where = f"faster than SDPA from n = {length:,} on"
-            yield f"{direction}: RMFA with {kernel} and the map exact-low is {where}"
+            yield f"{direction}: RMFA with {kernel} and the map {CONSTRUCTION} is {where}"
 
 
 def attention_speed_table(rows: Sequence[AttentionSpeed]) -> Table:

@@ -131,5 +131,5 @@ def _completed(attention: str, dropout: float) -> str:
     """
     name, _, options = attention.partition(":")
     if "dropout" in attention_options(name) and "dropout=" not in options:
-        attention = f"{attention}{',' if options else ':'}dropout={dropout}"
+        attention = f"{name}:{options}{',' * bool(options)}dropout={dropout}"
     return with_seed(attention)

@@ -29,13 +29,13 @@ def gather(runs: Path, file: Path) -> tuple[int, int]:
     ``runs`` is a directory, or a file of gathered runs, such as another machine's. Of two results of one
     task, attention, seed and way of training the one that finished last is kept.
     """
+    found = (
+        list(_contents(runs)) if runs.is_file() else [_content(path) for path in sorted(runs.rglob(RESULT))]
+    )
+    if not found and not file.exists():
+        raise ValueError(f"there are no results under {runs}; train with: schoenbat lra sweep")
     with one_at_a_time(file.parent):
         kept = {_identity(content): content for content in (_contents(file) if file.exists() else [])}
-        found = (
-            list(_contents(runs))
-            if runs.is_file()
-            else [_content(path) for path in sorted(runs.rglob(RESULT))]
-        )
         if not found:
             raise ValueError(f"there are no results under {runs}; train with: schoenbat lra sweep")
         before = set(map(_text, kept.values()))

@@ -218,10 +218,11 @@ def _clear_result(cell: Cell, options: SweepOptions) -> Skipped | Failed | None:
     if not path.exists():
         return None
     try:
-        other = disagreement(read_result(path), cell, options)
+        result = read_result(path)
     except ValueError:
         path.unlink()
         return None
+    other = disagreement(result, cell, options)
     if other is None:
         # Another sweep has ended it since this one looked.
         return Skipped(cell, DONE)
