@@ -213,9 +213,9 @@ class MaclaurinFeatures(nn.Module):
 
         One that is not trained is made once and kept until its buffers change, in place or by assignment;
         what is written through ``.data`` is not noticed. A CUDA graph of fused kernels keeps the map it was
-        captured with; one of the eager path, or of a compiled call, reads the buffers themselves where `dtype`
-        is theirs: it then follows what is loaded into them, if sizes and degrees stay, and must be captured
-        again after `resample`, which makes new ones.
+        captured with; one of the eager path, or of a compiled call, reads the buffers themselves where they
+        have this dtype: it then follows what is loaded into them, if sizes and degrees stay, and must be
+        captured again after `resample`, which makes new ones.
         """
         buffers = [getattr(self, name) for name in (*_MAPS, "feature_weights")]
         if self.trainable or not may_reuse(*buffers):
