@@ -96,7 +96,7 @@ def test_a_damaged_file_is_named(tmp_path):
         read_runs(tmp_path / "lra.json")
     (tmp_path / "lra.json").write_text('{"experiment": "speed", "runs": []}')
     with pytest.raises(ValueError, match="its experiment is 'speed'"):
-        gather(tmp_path, tmp_path / "lra.json")
+        gather(leave(tmp_path / "runs").parent, tmp_path / "lra.json")
 
 
 def test_runs_of_another_precision_or_of_other_data_stay(tmp_path):

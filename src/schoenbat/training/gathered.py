@@ -32,12 +32,10 @@ def gather(runs: Path, file: Path) -> tuple[int, int]:
     found = (
         list(_contents(runs)) if runs.is_file() else [_content(path) for path in sorted(runs.rglob(RESULT))]
     )
-    if not found and not file.exists():
+    if not found:
         raise ValueError(f"there are no results under {runs}; train with: schoenbat lra sweep")
     with one_at_a_time(file.parent):
         kept = {_identity(content): content for content in (_contents(file) if file.exists() else [])}
-        if not found:
-            raise ValueError(f"there are no results under {runs}; train with: schoenbat lra sweep")
         before = set(map(_text, kept.values()))
         for content in found:
             other = kept.get(_identity(content))
