@@ -16,6 +16,7 @@ from schoenbat.ops.keeping import is_concrete
 from schoenbat.ops.unit_rows import UnitRows
 from schoenbat.ops.window import Carried, Window
 from schoenbat.ops.window_fused import Remembered
+from schoenbat.options import check_count
 from schoenbat.precision import without_autocast
 
 
@@ -291,8 +292,7 @@ def _step_eagerly(
 
 def check_window(features: MaclaurinFeatures, width: int) -> None:
     """A ValueError unless exact near, linear far can be done with this map and width."""
-    if not isinstance(width, int) or isinstance(width, bool) or width < 0:
-        raise ValueError(f"the window's width must be an integer of at least 0, got {width!r}")
+    check_count("the window's width", width, 0)
     if features.kernel.name not in ("exp", "trigh"):
         raise ValueError(
             f"a window needs the kernel 'exp', this map's is {features.kernel.name!r}: near and far weights "
