@@ -130,6 +130,18 @@ def test_a_signal_between_two_steps_adds_nothing_to_the_log(tmp_path, monkeypatc
     assert [line["step"] for line in read_log(tmp_path / LOG)] == [10, 10]  # training, validation
 
 
+@pytest.mark.parametrize(("first", "then"), [(False, True), (True, False), (True, True)])
+def test_a_run_is_alone_where_all_of_its_parts_were(tmp_path, first, then):
+    def stop(progress):
+        if progress.step == 7:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(Interrupted):
+        train(tiny_task(), tiny_options("mean", steps=20, alone=first), tmp_path, on_progress=stop)
+    record = train(tiny_task(), tiny_options("mean", steps=20, alone=then), tmp_path, resume=True)
+    assert record.alone == (first and then)
+
+
 def test_a_run_stopped_while_testing_tests_again(tmp_path, monkeypatch):
     options = tiny_options("mean", steps=20)
     evaluate = Run.evaluate
