@@ -79,11 +79,24 @@ def with_seed(text: str, seed: int | None = None) -> str:
     >>> [with_seed(text, 3) for text in ("performer", "rfa:gate=true", "rfa:seed=1", "mean")]
     ['performer:seed=3', 'rfa:gate=true,seed=3', 'rfa:seed=1', 'mean']
     """
+    if seed is None and _lacks(text, "seed"):
+        seed = int(torch.randint(2**31, (), device="cpu"))
+    return with_option(text, "seed", seed)
+
+
+def with_option(text: str, option: str, value: Any) -> str:
+    """The text of an attention with a value for an option that it has and that the text does not speak of.
+
+    >>> with_option("softmax", "dropout", 0.1), with_option("mean", "dropout", 0.1)
+    ('softmax:dropout=0.1', 'mean')
+    """
     name, _, options = text.partition(":")
-    if "seed" not in attention_options(name) or "seed=" in options:
-        return text
-    seed = int(torch.randint(2**31, (), device="cpu")) if seed is None else seed
-    return f"{name}:{options}{',' * bool(options)}seed={seed}"
+    return f"{name}:{options}{',' * bool(options)}{option}={value}" if _lacks(text, option) else text
+
+
+def _lacks(text: str, option: str) -> bool:
+    name, _, options = text.partition(":")
+    return option in attention_options(name) and f"{option}=" not in options
 
 
 def build_attention(text: str, head_dim: int, num_heads: int, max_length: int | None = None) -> nn.Module:

@@ -61,7 +61,7 @@ def given(**options: object) -> dict[str, Any]:
 
 
 def place_for_files(path: Path) -> Path:
-    """For --out: refused before anything is measured for it, and not once nothing can be written there."""
+    """For --out: a place that cannot be written to is refused before anything is measured for it."""
     with explained():
         there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
         if not there.is_dir():

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from schoenbat.registry import attention_options, build_attention, with_seed
+from schoenbat.registry import build_attention, with_option, with_seed
 
 
 class Classifier(nn.Module):
@@ -51,9 +51,10 @@ class Classifier(nn.Module):
         nn.init.normal_(self.tokens.weight, std=0.02)
         nn.init.normal_(self.positions.weight, std=0.02)
         self.dropout = nn.Dropout(dropout)
+        text = with_option(attention, "dropout", dropout)  # of weights, which softmax alone has
         self.layers = nn.ModuleList(
             Layer(
-                build_attention(_completed(attention, dropout), dim // num_heads, num_heads, max_length),
+                build_attention(with_seed(text), dim // num_heads, num_heads, max_length),
                 dim,
                 num_heads,
                 hidden_dim,
@@ -121,15 +122,3 @@ class Layer(nn.Module):
         query, key, value = heads.permute(2, 0, 3, 1, 4).unbind()  # each (B, H, n, d)
         mixed = self.attention(query, key, value, key_mask=mask, query_mask=mask)
         return self.output(mixed.transpose(-3, -2).flatten(-2))
-
-
-def _completed(attention: str, dropout: float) -> str:
-    """The text of an attention with what a layer adds to it, unless it says so itself.
-
-    That is the rate at which weights are dropped, which softmax attention alone has, and a seed of its own
-    for what is drawn at random.
-    """
-    name, _, options = attention.partition(":")
-    if "dropout" in attention_options(name) and "dropout=" not in options:
-        attention = f"{name}:{options}{',' * bool(options)}dropout={dropout}"
-    return with_seed(attention)
