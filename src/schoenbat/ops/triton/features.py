@@ -62,12 +62,13 @@ def level_factors(
 def monomials(
     b_x, scale, i_group, p_tiles, p_root, p_degrees, p_first,
     QUADRATIC: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, DIVISIBLE: tl.constexpr = True,
 ):  # fmt: skip
     """A group's products of projections [BLOCK, GROUP] in float32, and their weights [GROUP].
 
     Features are ``product · weight · scale``: the weight is √w · scale^(degree − 1), as gradients want it.
-    QUADRATIC: all features have two factors; it is 1 here, see `plan.Plan`.
+    QUADRATIC: all features have two factors; it is 1 here, see `plan.Plan`. Products that are DIVISIBLE are those of
+    `level_factors`.
     """
     b_weight = tl.load(p_root + i_group * GROUP + tl.arange(0, GROUP))
     if QUADRATIC:
@@ -81,7 +82,11 @@ def monomials(
         b_product = tl.full([BLOCK, GROUP], 1.0, tl.float32)
         for i_tile in range(first, tl.load(p_first + i_group + 1)):
             level = i_tile - first
-            b_factor, _ = level_factors(b_x, b_degree, level, p_tiles, i_tile, BLOCK_D, GROUP, PRECISION)
+            if DIVISIBLE:
+                b_factor, _ = level_factors(b_x, b_degree, level, p_tiles, i_tile, BLOCK_D, GROUP, PRECISION)
+            else:
+                b_factor, _ = factors(b_x, p_tiles, i_tile, BLOCK_D, GROUP, PRECISION)
+                b_factor = tl.where((b_degree > level)[None, :], b_factor, 1.0)
             b_product = b_product * b_factor
             b_weight = tl.where((level > 0) & (b_degree > level), b_weight * scale, b_weight)
     return b_product, b_weight
@@ -95,7 +100,8 @@ def evaluate(
 ):  # fmt: skip
     """The features [BLOCK, GROUP] of a group, in float32."""
     b_product, b_weight = monomials(
-        b_x, scale, i_group, p_tiles, p_root, p_degrees, p_first, QUADRATIC, BLOCK, BLOCK_D, GROUP, PRECISION
+        b_x, scale, i_group, p_tiles, p_root, p_degrees, p_first, QUADRATIC, BLOCK, BLOCK_D, GROUP, PRECISION,
+        DIVISIBLE=False,
     )  # fmt: skip
     return b_product * (b_weight * scale)[None, :]
 
