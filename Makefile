@@ -47,9 +47,9 @@ audit: $(READY)  ## bandit on the source, pip-audit on everything that constrain
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[audit]'
 	$(BIN)/python tests/audit.py
 
-test-gpu: $(READY)  ## the tests that need a CUDA device, a check of memory and random shapes; their summary goes into benchmarks/results/
+test-gpu: $(READY)  ## the tests that need a CUDA device (JOBS= at once), a check of memory and random shapes; their summary goes into benchmarks/results/
 	rm -f out/test-gpu.xml out/memcheck.xml out/shapes.xml
-	-$(BIN)/python -m pytest -m gpu --junitxml=out/test-gpu.xml
+	-$(BIN)/python -m pytest -n $(or $(JOBS),8) -m gpu --junitxml=out/test-gpu.xml
 	-$(BIN)/python tests/memcheck.py out/memcheck.xml
 	-$(BIN)/python tests/gpu_shapes.py out/shapes.xml --seed $(or $(SEED),0)
 	$(BIN)/python tests/gpu_summary.py $$(ls out/test-gpu.xml out/memcheck.xml out/shapes.xml 2>/dev/null)

@@ -5,6 +5,7 @@ import signal
 
 import pytest
 import torch
+from _pytest.junitxml import xml_key
 
 # Without a GPU the fused kernels run in Triton's interpreter.
 if not torch.cuda.is_available():
@@ -14,6 +15,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 # Small tensors in several worker processes: more threads would only wait for each other.
 torch.set_num_threads(1)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config):
+    """Reports of runs on a GPU say which; pytest's own fixture for that does nothing where several workers run."""
+    report = config.stash.get(xml_key, None)
+    if report is not None and torch.cuda.is_available():
+        report.add_global_property("device", torch.cuda.get_device_name())
+        report.add_global_property("torch", torch.__version__)
 
 
 @pytest.fixture(autouse=True)
@@ -28,11 +38,3 @@ def _own_turns(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("schoenbat.training.turns._folder", lambda: folder)
         yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _say_where(record_testsuite_property):
-    """For reports of runs on a GPU."""
-    if torch.cuda.is_available():
-        record_testsuite_property("device", torch.cuda.get_device_name())
-        record_testsuite_property("torch", torch.__version__)
