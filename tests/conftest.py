@@ -19,7 +19,7 @@ torch.set_num_threads(1)
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config):
-    """Reports of runs on a GPU say which; pytest's own fixture for that does nothing where several workers run."""
+    """Reports of runs on a GPU say which; pytest's own fixture for that does nothing with several workers."""
     report = config.stash.get(xml_key, None)
     if report is not None and torch.cuda.is_available():
         report.add_global_property("device", torch.cuda.get_device_name())
