@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 import triton
+from sass import overwritten, running
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -116,19 +117,12 @@ def usage(kernel, constants, dtype, tiles):
     registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", printed).groups())
     return {
         "running": running(code),
+        "overwritten": overwritten(code),
         "registers": registers,
         "limit": tiles.registers,
         "stack": stack,
         "shared": compiled.metadata.shared,
     }
-
-
-def running(code):
-    """How many asynchronous products a wait leaves running at most, in code where some read registers."""
-    if not re.search(r"HGMMA\S* R\d+, R\d+", code):
-        return 0
-    waits = re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\w+)", code)
-    return max(int(left, 16) for left in waits)
 
 
 def constants_for(width, quadratic, tiles, parts):

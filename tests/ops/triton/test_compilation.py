@@ -63,3 +63,9 @@ def test_products_that_read_registers_are_waited_for_at_once(usages):
     """Assemblers before CUDA 13.3 may write to such registers while a product is still running."""
     for usage in usages:
         assert usage["running"] == 0, usage
+
+
+def test_products_that_read_registers_find_the_same_in_them_again(usages):
+    """The same assemblers may give such registers to others where a loop needs them again."""
+    for usage in usages:
+        assert usage["overwritten"] == [], usage

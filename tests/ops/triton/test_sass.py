@@ -1,0 +1,56 @@
+"""Reading what nvdisasm prints."""
+
+import pytest
+from ops.triton.sass import overwritten, running
+
+PRODUCT = "HGMMA.64x64x16.F32.BF16 R56, R128, gdesc[UR8], R56, gsb0"
+WAIT = "WARPGROUP.DEPBAR.LE gsb0, 0x0"
+OPERAND = [f"F2FP.BF16.F32.PACK_AB R{register}, R1, R2" for register in range(128, 132)]
+OTHERS = [f"F2FP.BF16.F32.PACK_AB R{register}, R3, R4" for register in range(128, 132)]
+
+
+def printed(*lines):
+    """Labels as they are, all others with an address."""
+    return "\n".join(
+        line if line.endswith(":") else f"        /*{16 * place:04x}*/  {line} ;"
+        for place, line in enumerate(lines)
+    )
+
+
+def loop(*body, before=()):
+    return printed(*before, ".L_x_1:", *body, "@P0 BRA `(.L_x_1)", "EXIT")
+
+
+def test_an_operand_that_a_loop_overwrites_is_found():
+    """By ptxas 12.8 and 12.9, of a gradient for groups of 64 features."""
+    code = loop(PRODUCT, WAIT, *OTHERS, before=OPERAND)
+    assert overwritten(code) == ["0050"]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        loop(PRODUCT, WAIT, before=OPERAND),
+        loop(*OPERAND, PRODUCT, WAIT, *OTHERS),
+        loop(PRODUCT, WAIT, *OTHERS, "LDL.128 R128, [R1]", before=OPERAND),
+        loop(PRODUCT, WAIT, *(f"MOV R{128 + i}, R{20 + i}" for i in range(4)), before=OPERAND),
+        loop(*OPERAND, "@P1 BRA `(.L_x_2)", *OTHERS, ".L_x_2:", PRODUCT, WAIT),
+        printed(*OPERAND, PRODUCT, WAIT, *OTHERS, "EXIT"),
+        loop("HGMMA.64x64x16.F32.BF16 R56, gdesc[UR8].tnspB, R56, gsb0", WAIT, *OTHERS, before=OPERAND),
+        "",
+    ],
+    ids=["kept", "new", "from the stack", "moved back", "of two kinds", "no loop", "shared", "none"],
+)
+def test_an_operand_that_is_still_there_or_new_or_back_is_right(code):
+    assert overwritten(code) == []
+
+
+def test_a_write_under_a_condition_counts():
+    code = loop(PRODUCT, WAIT, *(f"@P3 {line}" for line in OTHERS), before=OPERAND)
+    assert overwritten(code) == ["0050"]
+
+
+def test_products_that_a_wait_leaves_running_are_counted():
+    assert running(printed(PRODUCT, WAIT)) == 0
+    assert running(printed(PRODUCT, PRODUCT, "WARPGROUP.DEPBAR.LE gsb0, 0x1", WAIT)) == 1
+    assert running(printed("WARPGROUP.DEPBAR.LE gsb0, 0x1")) == 0
