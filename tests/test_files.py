@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from schoenbat.files import one_at_a_time
+from schoenbat.files import one_at_a_time, write_atomically
 
 COUNT = """
 import sys, time
@@ -49,3 +49,11 @@ def test_an_error_lets_the_next_one_in(tmp_path):
     with pytest.raises(ValueError, match="an error"):
         fail()
     assert is_free()
+
+
+def test_a_file_that_cannot_be_made_is_named(tmp_path):
+    """Not the temporary one beside it."""
+    (tmp_path / "file").touch()
+    path = tmp_path / "file" / "results.json"
+    with pytest.raises(OSError, match=rf"{path} cannot be written \(.*\); choose another place"):
+        write_atomically(path, "{}")

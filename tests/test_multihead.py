@@ -697,3 +697,23 @@ def test_a_mask_that_is_not_causal_is_an_error_beside_the_hint_too():
     mask[0] = 0.0
     with pytest.raises(ValueError, match="is not causal"):
         module(x, x, x, attn_mask=mask, is_causal=True)
+
+
+def test_nested_tensors_take_no_masks():
+    module = make(dtype=torch.float32)
+    nested = torch.nested.nested_tensor([torch.randn(3, WIDTH), torch.randn(5, WIDTH)], layout=torch.jagged)
+    for mask in (
+        {"attn_mask": torch.ones(5, 5, dtype=torch.bool).triu(1)},
+        {"key_padding_mask": torch.zeros(2, 5, dtype=torch.bool)},
+    ):
+        with pytest.raises(ValueError, match="leave the masks out, and pass is_causal=True"):
+            module(nested, nested, nested, **mask)
+
+
+@pytest.mark.parametrize("options", [{}, {"kdim": 6}])
+def test_parameters_may_be_drawn_again(options):
+    module = make(dtype=torch.float32, **options)
+    before = [parameter.clone() for parameter in module.parameters()]
+    module._reset_parameters()
+    assert any(not torch.equal(x, y) for x, y in zip(before, module.parameters(), strict=True))
+    assert not module._qkv_same_embed_dim

@@ -206,3 +206,11 @@ def test_the_default_device_does_not_matter():
     expected = rmfa_varlen(q, k, v, features, ends)
     with torch.device("meta"):
         assert torch.equal(rmfa_varlen(q, k, v, features, ends), expected)
+
+
+def test_autocast_gives_the_dtype_of_the_dense_call():
+    features, query = make_map("exact-low"), packed((3, 5)).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = rmfa_varlen(query, query, query, features, starts((3, 5)))
+        dense = rmfa(*(query.transpose(0, 1)[None] for _ in range(3)), features)
+    assert out.dtype == dense.dtype == torch.bfloat16

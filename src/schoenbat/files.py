@@ -17,8 +17,13 @@ except ImportError:
 
 def write_atomically(path: Path, content: str) -> None:
     """Write so that ``path`` holds the whole content or what it held before, whenever the program ends."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+    except OSError as error:
+        raise OSError(
+            error.errno, f"{path} cannot be written ({error.strerror}); choose another place"
+        ) from error
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(content)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from schoenbat.inputs import check_tensors
 from schoenbat.modules import SchoenbAt
 from schoenbat.options import check_count, check_dtype, check_number
+from schoenbat.packed import refuse_mask_beside_jagged
 
 
 class MultiheadSchoenbAt(nn.MultiheadAttention):
@@ -115,6 +116,7 @@ class MultiheadSchoenbAt(nn.MultiheadAttention):
             None.
         """
         if isinstance(query, Tensor) and query.is_nested:
+            refuse_mask_beside_jagged(key_padding_mask, attn_mask)
             return self._forward_nested(query, key, value, need_weights, average_attn_weights, is_causal)
         self._check(query, key, value)
         batched, is_self_attention = query.dim() == 3, query is key
@@ -160,6 +162,12 @@ class MultiheadSchoenbAt(nn.MultiheadAttention):
             starts: Tensor = query.offsets()  # type: ignore[attr-defined]
             return torch.nested.nested_tensor_from_jagged(torch.cat(parts), starts), weights
         return torch.nested.as_nested_tensor(parts), weights
+
+    def _reset_parameters(self) -> None:
+        """As the parent does, which asks a flag that is False here where the weights are one."""
+        flag, self._qkv_same_embed_dim = self._qkv_same_embed_dim, self.in_proj_weight is not None
+        super()._reset_parameters()
+        self._qkv_same_embed_dim = flag
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         check_tensors(query=query, key=key, value=value)

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from schoenbat.inputs import to_autocast
+
 # query, key, value (B, H, n, ·) and the keys' mask (B, n_k), True = takes part; the output (B, H, n_q, d_v)
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -29,6 +31,7 @@ def attend_packed(
 
     Padding comes first, so that a causal call finds the last query of every sequence beside its last key.
     """
+    query, key, value = to_autocast(query, key, value)
     starts_q = _starts("cu_seqlens_q", cu_seqlens_q, query)
     starts_k = _starts("cu_seqlens_k", cu_seqlens_k, key)
     if len(starts_q) != len(starts_k):
@@ -89,7 +92,10 @@ def to_jagged(rows: Tensor, starts: Tensor) -> Tensor:
 
 def refuse_mask_beside_jagged(*masks: Tensor | None) -> None:
     if any(mask is not None for mask in masks):
-        raise ValueError("jagged tensors say how long each sequence is; leave the masks out")
+        raise ValueError(
+            "nested tensors say how long each sequence is; leave the masks out, and pass is_causal=True in "
+            "place of a causal one"
+        )
 
 
 class _Padding:

@@ -63,6 +63,7 @@ def test_without_a_command_the_commands_are_listed():
         (["error", "--fast"], "--fast"),
         (["error", "--kernels", "exp,foo"], "foo"),
         (["error", "--repetitions", "1"], "repetitions"),
+        (["error", "--seed", "99999999999999999999"], "at most 64 bits"),
         (["speed", "--device", "toaster"], "toaster"),
         (["speed", "--attentions", "softmax,foo"], "known are softmax"),
         (["error", "--attentions", "rfa:colour=3"], "colour"),
@@ -149,3 +150,11 @@ def test_a_place_that_cannot_be_written_to_is_refused_before_anything_is_measure
     result = CliRunner().invoke(app, [command, "--out", str(tmp_path / "file" / "deeper")])
     assert result.exit_code == 2
     assert "is a file; choose a directory" in " ".join(result.output.replace("│", "").split())
+
+
+def test_a_link_to_nowhere_is_refused(tmp_path):
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "nowhere")
+    result = CliRunner().invoke(app, ["error", "--out", str(link)])
+    assert result.exit_code == 2
+    assert "is a link to nowhere" in " ".join(result.output.replace("│", "").split())

@@ -158,6 +158,42 @@ def test_a_run_stopped_while_testing_tests_again(tmp_path, monkeypatch):
     assert train(tiny_task(), options, tmp_path, resume=True).last.step == 20
 
 
+def test_a_run_stopped_while_validating_validates_again(tmp_path, monkeypatch):
+    options = tiny_options("mean", steps=40, evaluate_every=10)
+    train(tiny_task(), options, tmp_path / "whole")
+    evaluate = Run.evaluate
+
+    def stop_second(self, split, stop=None):
+        if self.step == 20:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return evaluate(self, split, stop)
+
+    monkeypatch.setattr(Run, "evaluate", stop_second)
+    with pytest.raises(Interrupted, match="after step 20"):
+        train(tiny_task(), options, tmp_path / "parts")
+    assert checkpoint.load(tmp_path / "parts" / CHECKPOINT)["step"] == 20
+    monkeypatch.setattr(Run, "evaluate", evaluate)
+    train(tiny_task(), options, tmp_path / "parts", resume=True)
+    assert_same_end(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_a_run_stopped_in_its_last_validation_is_complete_afterwards(tmp_path, monkeypatch):
+    options = tiny_options("mean", steps=20, evaluate_every=20)
+    evaluate = Run.evaluate
+
+    def stop_it(self, split, stop=None):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return evaluate(self, split, stop)
+
+    monkeypatch.setattr(Run, "evaluate", stop_it)
+    with pytest.raises(Interrupted, match="after step 20"):
+        train(tiny_task(), options, tmp_path)
+    monkeypatch.setattr(Run, "evaluate", evaluate)
+    record = train(tiny_task(), options, tmp_path, resume=True)
+    assert record.last.step == 20
+    assert record.last.validation is not None
+
+
 SCRIPT = """
 import sys
 from pathlib import Path
@@ -291,3 +327,9 @@ def test_a_batch_that_cannot_be_split_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("lightning.fabric.Fabric.world_size", 3)
     with pytest.raises(ValueError, match="batch of 16 cannot be split over 3 devices"):
         train(tiny_task(), tiny_options(), tmp_path)
+
+
+def test_a_file_that_is_no_checkpoint_is_named(tmp_path):
+    torch.save({"weights": 1}, tmp_path / CHECKPOINT)
+    with pytest.raises(checkpoint.CheckpointError, match="delete it to train from the beginning"):
+        train(tiny_task(), tiny_options("mean", steps=20), tmp_path, resume=True)

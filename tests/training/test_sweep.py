@@ -73,8 +73,8 @@ if mode == "short":
 if mode != "nothing":
     best = None if timing == "1" else {"step": 1, "validation": 0.5, "test": 0.5}
     row = dict(task=task, attention=attention, seed=int(seed), steps=int(steps), best=best, last=best,
-        majority=0.5, parameters=10, seconds=1.0, timed_steps=10, peak_memory=None, devices=1, alone=True,
-        data="d", revision=None)
+        majority=0.5, parameters=10, seconds=1.0, timed_steps=min(200, steps - 10),
+        peak_memory=None, devices=1, alone=True, data="d", revision=None)
     write(directory / "result.json", json.dumps(dict(experiment="lra-train", finished=str(time.time()),
         machine=dict(device="toaster"), options=dict(protocol=protocol), rows=[row])))
     (directory / "times").write_text(f"{began} {time.time()}")
@@ -209,12 +209,26 @@ def test_a_result_of_other_options_is_neither_the_one_asked_for_nor_written_over
     assert not is_done(Cell("text", "softmax", 0, timing=True), chosen)
 
 
-def test_timing_is_done_whatever_the_number_of_steps(options, stand_in):
-    timed = options(timing=True)
+@pytest.mark.parametrize(("steps", "done"), [("100", False), ("300", True)])
+def test_timing_is_done_if_as_many_steps_were_timed(options, stand_in, steps, done):
+    timed = options(timing=True, train_options=(("steps", steps),))
     list(sweep.run(timed, stand_in(timed)))
     (cell,) = timed.cells
-    assert is_done(cell, options(timing=True, train_options=()))
+    assert is_done(cell, timed)
+    assert is_done(cell, options(timing=True, train_options=(("steps", "50"),)))
+    assert is_done(cell, options(timing=True, train_options=())) == done
     assert read_result(cell.directory(timed.out) / RESULT).timing
+
+
+def test_a_cell_whose_directory_cannot_be_made_stops_no_other(options, stand_in):
+    both = options(attentions=("mean", "softmax"))
+    first = both.cells[0].directory(both.out).parent
+    first.parent.mkdir(parents=True)
+    first.write_text("in the way")
+    events = list(sweep.run(both, stand_in(both)))
+    (failed,) = (event for event in events if isinstance(event, sweep.Failed))
+    assert "cannot be written" in failed.message
+    assert any(isinstance(event, sweep.Finished) for event in events)
 
 
 @pytest.mark.parametrize(

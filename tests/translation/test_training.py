@@ -107,6 +107,12 @@ def test_the_same_seed_gives_the_same_rows(encoded, options):
     assert figures(replace(dropping, seed=1)) != first
 
 
+def test_a_huge_loss_has_a_perplexity_that_is_a_number(encoded, options, monkeypatch):
+    monkeypatch.setattr(training, "evaluate", lambda model, pairs, options: 1000.0)
+    (row,) = train("softmax", encoded, replace(options, epochs=1), silent)
+    assert math.isfinite(row.perplexity)
+
+
 def test_a_loss_that_is_not_finite_ends_the_training(encoded, options):
     with pytest.raises(FloatingPointError, match=r"loss of softmax is .* in epoch 1; try a smaller --learn"):
         train("softmax", encoded, replace(options, learning_rate=1e30, clip_norm=1e30), silent)

@@ -206,12 +206,14 @@ def _train(options: "RunOptions", task: "Task", directory: Path, *, resume: bool
             bar.stop()
             typer.echo(str(error), err=True)
             raise typer.Exit(EXIT_LOST_PROCESS) from None
-        except (CheckpointError, ValueError) as error:
+        except (CheckpointError, ValueError, OSError) as error:
             if not is_first():
                 raise typer.Exit(exit_code(EXIT_USAGE)) from None
             raise typer.BadParameter(str(error)) from error
     if record is not None:
-        write_results(directory / RESULT, EXPERIMENT, options, [record], device=_device(options.accelerator))
+        device = _device(options.accelerator)
+        with explained():
+            write_results(directory / RESULT, EXPERIMENT, options, [record], device=device)
         _print(record, directory)
 
 

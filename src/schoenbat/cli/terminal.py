@@ -42,8 +42,9 @@ def write(path: Path, options: object, rows: list[Row], svg: str, device: str = 
     from schoenbat.report.results import write_results
 
     files = [path.with_name(f"{path.name}.{ending}") for ending in ("json", "svg")]
-    write_results(files[0], path.name, options, rows, device=device)
-    write_atomically(files[1], svg)
+    with explained():
+        write_results(files[0], path.name, options, rows, device=device)
+        write_atomically(files[1], svg)
     return files
 
 
@@ -63,6 +64,8 @@ def given(**options: object) -> dict[str, Any]:
 def place_for_files(path: Path) -> Path:
     """For --out: a place that cannot be written to is refused before anything is measured for it."""
     with explained():
+        if path.is_symlink() and not path.exists():
+            raise ValueError(f"{path} is a link to nowhere; choose another place")
         there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
         if not there.is_dir():
             raise ValueError(f"{there} is a file; choose a directory")

@@ -16,6 +16,7 @@ from schoenbat.features import MaclaurinFeatures
 from schoenbat.functional import kernelized_attention, rmfa
 from schoenbat.kernels import kernel as get_kernel
 from schoenbat.normalization import PreSBN
+from schoenbat.options import check_seed
 
 # The heads of one map share their degrees, so the repetitions are spread over several maps.
 MAPS = 10
@@ -34,6 +35,7 @@ class ErrorOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        check_seed(self.seed)
         for kernel in self.kernels:
             get_kernel(kernel)
         if self.repetitions < 2:

@@ -14,7 +14,15 @@ from schoenbat.data.cache import read_manifest
 from schoenbat.data.errors import DataError
 from schoenbat.registry import build_attention
 from schoenbat.training.protocol import OF_WHOLE_RUNS, Protocol
-from schoenbat.training.record import NOT_SETTINGS, RESULT, RunResult, read_result, run_directory
+from schoenbat.training.record import (
+    NOT_SETTINGS,
+    RESULT,
+    TIMED_STEPS,
+    WARM_STEPS,
+    RunResult,
+    read_result,
+    run_directory,
+)
 
 GRACE = 20.0
 """Seconds that a run has to save its checkpoint once it was asked to end."""
@@ -196,6 +204,7 @@ def _wanted(cell: Cell, options: SweepOptions) -> dict[str, str]:
     if cell.timing:
         # A run that is timed does not take all its steps.
         wanted = {name: value for name, value in wanted.items() if name not in OF_WHOLE_RUNS}
+        wanted["timed_steps"] = str(max(0, min(TIMED_STEPS, options.steps(cell.task) - WARM_STEPS)))
     with suppress(DataError):  # what cannot be read is the run's own to complain about
         wanted["data"] = read_manifest(options.data / cell.task).fingerprint
     return wanted
@@ -204,6 +213,8 @@ def _wanted(cell: Cell, options: SweepOptions) -> dict[str, str]:
 def _difference(result: RunResult, wanted: Mapping[str, str]) -> str | None:
     recorded = result.settings | asdict(result.record)
     for name in wanted:
+        if name == "timed_steps" and recorded[name] >= int(wanted[name]):
+            continue
         if name in recorded and not _same_value(recorded[name], wanted[name]):
             return f"{name} {recorded[name]}, not {wanted[name]}"
     return None

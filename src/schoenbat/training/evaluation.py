@@ -40,14 +40,16 @@ class Evaluation:
         self.right.zero_()
         was_training = self.model.training
         self.model.eval()
-        # All devices run as many batches: they may have to put their weights together for each.
-        for first in range(0, len(self.split), self.stride):
-            if stop:
-                raise Interrupted(
-                    f"stopped while testing, at example {first:,} of {len(self.split):,}", stop.number
-                )
-            self._count()
-        self.model.train(was_training)
+        try:
+            # All devices run as many batches: they may have to put their weights together for each.
+            for first in range(0, len(self.split), self.stride):
+                if stop:
+                    raise Interrupted(
+                        f"stopped while testing, at example {first:,} of {len(self.split):,}", stop.number
+                    )
+                self._count()
+        finally:
+            self.model.train(was_training)
         if self.fabric.world_size > 1:
             torch.distributed.all_reduce(self.right)
         return self.right.item() / max(1, len(self.split))

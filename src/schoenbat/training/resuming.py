@@ -25,6 +25,7 @@ def save(run: "Run") -> None:
         "random_states": checkpoint.random_states(run.fabric),
         "best": None if run.best is None else asdict(run.best),
         "validation": run.validation,
+        "validation_is_due": run.validation_is_due,
         "seconds": run.seconds,
         "timed_steps": run.timed_steps,
         "peak_memory": run.peak_memory,
@@ -45,13 +46,16 @@ def restore(run: "Run", path: Path) -> None:
     """Continue from a checkpoint that any number of devices wrote, by any strategy."""
     state = shards.load_rest(path) if path.is_dir() else checkpoint.load(path)
     wanted = run.options.identity | {"data": run.task.fingerprint}
-    saved = state["options"] | {"data": state["data"]}
+    try:
+        saved = state["options"] | {"data": state["data"]}
+    except (KeyError, TypeError) as error:
+        raise checkpoint.unreadable(path, error) from error
     checkpoint.refuse_other_options(path, {name: saved.get(name) for name in wanted}, wanted)
     _restore_tensors(run, path, state)
     run.step = state["step"]
     run.training_step.restore(state["counters"])
     run.best = None if state["best"] is None else Accuracy(**state["best"])
-    run.validation = state["validation"]
+    run.validation, run.validation_is_due = state["validation"], state.get("validation_is_due", False)
     run.seconds, run.timed_steps = state["seconds"], state["timed_steps"]
     run.peak_memory = state["peak_memory"]
     run.alone = run.alone and state.get("alone", True)

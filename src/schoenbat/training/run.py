@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from lightning.fabric import Fabric
@@ -126,6 +126,7 @@ class Run:
         self.protocol = options.protocol
         self.directory = directory
         self.step, self.best, self.best_weights = 0, None, {}  # type: int, Accuracy | None, dict[str, Tensor]
+        self.validation_is_due = False
         self.validation = float("nan")
         self.seconds, self.timed_steps, self.peak_memory = 0.0, 0, 0
         self.alone = options.alone
@@ -208,6 +209,9 @@ class Run:
         if self.fabric.is_global_zero:
             self.log = RunLog(self.directory / LOG, self.step)
         first, end = self.step, self.protocol.steps
+        if self.validation_is_due:
+            self._validate()
+            self._save_if_due(end)
         while self.step < end:
             goal = self._next_stop(first, end)
             before = self.step
@@ -279,7 +283,12 @@ class Run:
             )
 
     def _validate(self) -> None:
-        validation = self.validation = self.evaluate("validation")
+        self.validation_is_due = True
+        try:
+            validation = self.validation = self.evaluate("validation", self.stop)
+        except Interrupted:
+            self._interrupt()
+        self.validation_is_due = False
         self.on_progress(Progress(self.step, validation=validation))
         if self.log is not None:
             self.log.write(step=self.step, validation=validation)
@@ -296,7 +305,7 @@ class Run:
     def _asked_to_stop(self) -> bool:
         return any_process(self.fabric, bool(self.stop))
 
-    def _interrupt(self) -> None:
+    def _interrupt(self) -> NoReturn:
         if not self.options.timing:
             self.save()
         raise Interrupted(f"stopped after step {self.step}", self.stop.number)

@@ -187,8 +187,11 @@ def _last_start(lines: list[str], character: str) -> int | None:
 
 def _start(cell: Cell, options: SweepOptions, command: Command | None) -> "_Process | Skipped | Failed":
     directory = cell.directory(options.out)
-    directory.mkdir(parents=True, exist_ok=True)
-    lock = (directory / LOCK).open("wb")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = (directory / LOCK).open("wb")
+    except OSError as error:
+        return Failed(cell, f"{directory} cannot be written ({error.strerror})", directory)
     if not try_lock(lock):
         lock.close()
         return Skipped(cell, LOCKED)

@@ -24,6 +24,8 @@ Progress = Callable[[str, int], None]
 """Called with what is being done, in words, and with how many steps are done."""
 # A terminal is redrawn often enough.
 _REPORT_EVERY = 10
+# Beyond it a perplexity is no number any more.
+_LARGEST_LOSS = 700.0
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ def train(
             epoch=epoch,
             train_loss=train_loss,
             validation_loss=loss,
-            perplexity=math.exp(loss),
+            perplexity=math.exp(min(loss, _LARGEST_LOSS)),
             validation_bleu=score(model, encoded, options, "validation"),
             seconds=seconds,
             parameters=sum(parameter.numel() for parameter in model.parameters()),

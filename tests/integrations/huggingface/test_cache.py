@@ -256,3 +256,13 @@ def test_what_a_state_cannot_do_is_said():
         generate(
             model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, cache_implementation="static"
         )
+
+
+def test_a_step_with_a_dense_mask_is_refused():
+    """A mask for one query looks like that of an encoder: the new key would not be seen."""
+    model, ids = converted(FAMILIES["llama"]), tokens(1, 6)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids[:, :5], past_key_values=cache)
+        with pytest.raises(ValueError, match=r"pass attention_mask as \(batch, length\)"):
+            model(ids[:, 5:], attention_mask=torch.ones(1, 1, 1, 6, dtype=torch.bool), past_key_values=cache)

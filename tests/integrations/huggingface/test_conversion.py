@@ -22,6 +22,9 @@ from transformers import (
     BertForMaskedLM,
     CLIPConfig,
     CLIPModel,
+    DynamicCache,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     MambaConfig,
     MambaModel,
 )
@@ -292,3 +295,25 @@ def test_compiles_in_one_graph(family):
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     expected = outputs_of(model, attention_mask=mask, **inputs)
     torch.testing.assert_close(outputs_of(compiled, attention_mask=mask, **inputs), expected)
+
+
+def test_layers_of_chunks_keep_them():
+    """As many keys as a chunk has may lie in two: one by one, tokens see what they see at once."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "intermediate_size_mlp": 48, "head_dim": 8}
+    counts = {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_local_experts": 2,
+    }
+    text = {"vocab_size": 60, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
+    chunks = {"attention_chunk_size": 5, "layer_types": ["chunked_attention", "full_attention"]}
+    config = Llama4TextConfig(**sizes, **counts, **text, **chunks, initializer_range=0.2)
+    model = make(lambda: Llama4ForCausalLM(config))
+    conversion = convert(model, num_features=45)
+    assert conversion.converted == ("model.layers.1.self_attn",)
+    assert list(conversion.left.values()) == ["attends within chunks, in linear time already"]
+    ids, cache = tokens(1, 8), DynamicCache(config=model.config)
+    with torch.no_grad():
+        steps = [model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(8)]
+        torch.testing.assert_close(torch.cat(steps, 1), model(ids).logits, rtol=1e-3, atol=1e-4)

@@ -169,3 +169,13 @@ def test_what_is_missing_is_said():
     convert(model, num_features=24, **TRAINABLE)
     with pytest.raises(ValueError, match="no batches"):
         distill(model, [], progress=False)
+
+
+def test_float16_is_refused_before_anything_changes():
+    """Adam divides by zero where its eps is one."""
+    model = make(FAMILIES["bert"]).half()
+    convert(model, num_features=45, scale="learned", post=True, trainable_features=True)
+    before = [parameter.clone() for parameter in model.parameters()]
+    with pytest.raises(TypeError, match="distil in float32 or bfloat16"):
+        distill(model, [{"input_ids": tokens()}], steps=(1, 1), progress=False)
+    assert all(torch.equal(x, y) for x, y in zip(before, model.parameters(), strict=True))

@@ -17,8 +17,8 @@ _FIRST_REGISTER = re.compile(r"(?:!?U?P[\dT]+, )*R(\d+)\b")
 # Of instructions that write to no register of the kind that products read.
 _WRITES_NONE = (
     *("ST", "RED", "BAR", "BRA", "EXIT", "MEMBAR", "FENCE", "WARP", "LDGSTS", "LDGDEPBAR", "DEPBAR", "NOP"),
-    *("ISETP", "FSETP", "PLOP", "VOTE", "CCTL", "ERRBAR", "R2UR", "BSYNC", "BSSY", "RET", "CALL", "U", "S2UR"),
-    *("SYNCS",),
+    *("ISETP", "FSETP", "PLOP", "VOTE", "CCTL", "ERRBAR", "R2UR", "BSYNC", "BSSY", "RET", "CALL", "U"),
+    *("S2UR", "SYNCS"),
 )  # fmt: skip
 # What brings a value back from where it was kept.
 _RESTORES = ("LDL", "LDSM", "LDS", "MOV", "IMAD.MOV")

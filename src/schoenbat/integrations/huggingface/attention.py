@@ -146,6 +146,11 @@ def _cross(
     """Cross attention while decoding: the encoder's keys are summed up once, then only read."""
     if not isinstance(layer.state, RMFAState):
         layer.state = _sum_up(attention, key, value, key_mask)
+    elif key.shape[-2]:
+        raise ValueError(
+            f"{key.shape[-2]} new keys came with a dense mask, which does not tell that a layer is causal; "
+            "pass attention_mask as (batch, length)"
+        )
     # From the second call on there are no keys, while the mask still speaks of all of them.
     if attention.query_norm is not None:
         query = attention.query_norm(query)

@@ -86,6 +86,10 @@ def distill(
     """
     if not isinstance(steps, tuple | list) or len(steps) != 2:
         raise TypeError(f"steps must be two numbers, one for each stage, got {steps!r}")
+    if any(parameter.dtype == torch.float16 for parameter in model.parameters()):
+        raise TypeError(
+            "Adam cannot train float16 parameters; distil in float32 or bfloat16, then use .half()"
+        )
     students = _students(model)
     if not any(True for attention in students.values() for _ in attention.parameters()):
         raise ValueError(

@@ -64,6 +64,8 @@ def _obstacle(module: nn.Module) -> str | None:
             return meaning
     if getattr(getattr(module, "config", None), "num_kv_shared_layers", 0):
         return "shares keys with other layers"
+    if _type_of_layer(module) == "chunked_attention":
+        return "attends within chunks, in linear time already"
     if (window := _sliding_window(module)) is not None:
         return f"attends within a sliding window of {window} tokens, in linear time already"
     if _first_number(module, _HEAD_DIM) is None or _num_heads(module) is None:
@@ -71,13 +73,17 @@ def _obstacle(module: nn.Module) -> str | None:
     return None
 
 
+def _type_of_layer(module: nn.Module) -> str | None:
+    types = getattr(getattr(module, "config", None), "layer_types", None)
+    return None if types is None else types[getattr(module, "layer_idx", 0) or 0]
+
+
 def _sliding_window(module: nn.Module) -> int | None:
     config = getattr(module, "config", None)
     if hasattr(module, "sliding_window"):
         return module.sliding_window if isinstance(module.sliding_window, int) else None
-    if (types := getattr(config, "layer_types", None)) is not None:
-        sliding = types[getattr(module, "layer_idx", 0) or 0] == "sliding_attention"
-        return getattr(config, "sliding_window", None) if sliding else None
+    if (kind := _type_of_layer(module)) is not None:
+        return getattr(config, "sliding_window", None) if kind == "sliding_attention" else None
     return getattr(config, "sliding_window", None)
 
 

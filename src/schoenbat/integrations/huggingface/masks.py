@@ -37,8 +37,8 @@ def compact_mask(
             "a static cache holds positions that are not filled yet, which linear attention would add up; "
             "leave cache_implementation at None: the state of a SchoenbAt layer has a fixed size already"
         )
-    # Inside its window, a local pattern is what it is without one.
-    everything = local_size is None or kv_length <= local_size
+    # Inside its window, a local pattern is what it is without one; as many keys may lie in two chunks.
+    everything = local_size is None or kv_length < local_size
     plain = local_size is not None or mask_function in (causal_mask_function, bidirectional_mask_function)
     if not (plain and everything and (allow_is_causal_skip or allow_is_bidirectional_skip)):
         return sdpa_mask(
