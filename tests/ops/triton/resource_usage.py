@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 import triton
-from sass import overwritten, running
+from ops.triton.sass import overwritten, running
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 

@@ -30,6 +30,7 @@ SPILLED_WITH_FEWER_REGISTERS = 450
 def usages():
     program = Path(__file__).with_name("resource_usage.py")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(program.parents[2])
     run = subprocess.run([sys.executable, str(program)], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout)
