@@ -142,53 +142,44 @@ def test_a_run_is_alone_where_all_of_its_parts_were(tmp_path, first, then):
     assert record.alone == (first and then)
 
 
-def test_a_run_stopped_while_testing_tests_again(tmp_path, monkeypatch):
-    options = tiny_options("mean", steps=20)
+@contextmanager
+def stopped_at(step, split) -> Iterator[None]:
+    """A run inside is asked to stop as it begins to evaluate, and does."""
     evaluate = Run.evaluate
 
-    def stop_first(self, split, stop=None):
-        if split == "test":
+    def stop_first(self, evaluated, stop=None):
+        if (self.step, evaluated) == (step, split):
             os.kill(os.getpid(), signal.SIGTERM)
-        return evaluate(self, split, stop)
+        return evaluate(self, evaluated, stop)
 
-    monkeypatch.setattr(Run, "evaluate", stop_first)
-    with pytest.raises(Interrupted, match="while testing"):
+    message = "while testing" if split == "test" else f"after step {step}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "evaluate", stop_first)
+        with pytest.raises(Interrupted, match=message):
+            yield
+
+
+def test_a_run_stopped_while_testing_tests_again(tmp_path):
+    options = tiny_options("mean", steps=20)
+    with stopped_at(20, "test"):
         train(tiny_task(), options, tmp_path)
-    monkeypatch.setattr(Run, "evaluate", evaluate)
     assert train(tiny_task(), options, tmp_path, resume=True).last.step == 20
 
 
-def test_a_run_stopped_while_validating_validates_again(tmp_path, monkeypatch):
+def test_a_run_stopped_while_validating_validates_again(tmp_path):
     options = tiny_options("mean", steps=40, evaluate_every=10)
     train(tiny_task(), options, tmp_path / "whole")
-    evaluate = Run.evaluate
-
-    def stop_second(self, split, stop=None):
-        if self.step == 20:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return evaluate(self, split, stop)
-
-    monkeypatch.setattr(Run, "evaluate", stop_second)
-    with pytest.raises(Interrupted, match="after step 20"):
+    with stopped_at(20, "validation"):
         train(tiny_task(), options, tmp_path / "parts")
     assert checkpoint.load(tmp_path / "parts" / CHECKPOINT)["step"] == 20
-    monkeypatch.setattr(Run, "evaluate", evaluate)
     train(tiny_task(), options, tmp_path / "parts", resume=True)
     assert_same_end(tmp_path / "whole", tmp_path / "parts")
 
 
-def test_a_run_stopped_in_its_last_validation_is_complete_afterwards(tmp_path, monkeypatch):
+def test_a_run_stopped_in_its_last_validation_is_complete_afterwards(tmp_path):
     options = tiny_options("mean", steps=20, evaluate_every=20)
-    evaluate = Run.evaluate
-
-    def stop_it(self, split, stop=None):
-        os.kill(os.getpid(), signal.SIGTERM)
-        return evaluate(self, split, stop)
-
-    monkeypatch.setattr(Run, "evaluate", stop_it)
-    with pytest.raises(Interrupted, match="after step 20"):
+    with stopped_at(20, "validation"):
         train(tiny_task(), options, tmp_path)
-    monkeypatch.setattr(Run, "evaluate", evaluate)
     record = train(tiny_task(), options, tmp_path, resume=True)
     assert record.last.step == 20
     assert record.last.validation is not None

@@ -42,8 +42,10 @@ class Instruction(NamedTuple):
         found = _FIRST_REGISTER.match(self.arguments)
         if not found or self.name.startswith(_WRITES_NONE):
             return range(0)
-        count = 2 if ".64" in self.name or ".WIDE" in self.name else 1
-        if ".128" in self.name or self.name.endswith("M88.4"):
+        count = 1
+        if ".64" in self.name or ".WIDE" in self.name or self.name.endswith("88.2"):
+            count = 2
+        if ".128" in self.name or self.name.endswith("88.4"):
             count = 4
         if self.name.startswith("HGMMA"):
             count = int(self.name.split("x")[1]) // 2

@@ -32,6 +32,7 @@ def test_an_operand_that_a_loop_overwrites_is_found():
     [
         loop(PRODUCT, WAIT, before=OPERAND),
         loop(*OPERAND, PRODUCT, WAIT, *OTHERS),
+        loop("LDSM.16.MT88.4 R128, [R227+UR4+0xc000]", PRODUCT, WAIT, *OTHERS, before=OPERAND),
         loop(PRODUCT, WAIT, *OTHERS, "LDL.128 R128, [R1]", before=OPERAND),
         loop(PRODUCT, WAIT, *(f"MOV R{128 + i}, R{20 + i}" for i in range(4)), before=OPERAND),
         loop(*OPERAND, "@P1 BRA `(.L_x_2)", *OTHERS, ".L_x_2:", PRODUCT, WAIT),
@@ -39,7 +40,7 @@ def test_an_operand_that_a_loop_overwrites_is_found():
         loop("HGMMA.64x64x16.F32.BF16 R56, gdesc[UR8].tnspB, R56, gsb0", WAIT, *OTHERS, before=OPERAND),
         "",
     ],
-    ids=["kept", "new", "from the stack", "moved back", "of two kinds", "no loop", "shared", "none"],
+    ids=["kept", "new", "loaded", "from the stack", "moved", "of two kinds", "no loop", "shared", "none"],
 )
 def test_an_operand_that_is_still_there_or_new_or_back_is_right(code):
     assert overwritten(code) == []
