@@ -16,6 +16,7 @@ from ops.triton.sass import overwritten, running
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from schoenbat import MaclaurinFeatures
 from schoenbat.ops.triton import (
     bidirectional,
     bidirectional_map,
@@ -29,13 +30,27 @@ from schoenbat.ops.triton import (
     window,
     window_backward,
 )
-from schoenbat.ops.triton.launch import Tiles, tiles_for, tiles_of_sums
+from schoenbat.ops.triton.launch import (
+    Shape,
+    Tiles,
+    padded,
+    takes_wide_groups,
+    tiles_for,
+    tiles_of_gradients,
+    tiles_of_sums,
+)
+from schoenbat.ops.triton.launch_causal import (
+    Axis,
+    is_of_one_group,
+    tiles_of_keys,
+    tiles_of_queries,
+    tiles_of_read,
+)
 from schoenbat.ops.triton.launch_causal import tiles_for as causal_tiles_for
-from schoenbat.ops.triton.launch_causal import tiles_of_keys, tiles_of_read
 from schoenbat.ops.triton.launch_decode import NEAR_KEYS
 from schoenbat.ops.triton.launch_map import tiles_of_map
 from schoenbat.ops.triton.launch_window import tiles_for as window_tiles_for
-from schoenbat.ops.triton.plan import GROUP, GROUP_OF_PAIRS
+from schoenbat.ops.triton.plan import make_plan, narrowed
 
 CUOBJDUMP, NVDISASM = (
     Path(triton.__file__).parent / "backends/nvidia/bin" / name for name in ("cuobjdump", "nvdisasm")
@@ -125,21 +140,32 @@ def usage(kernel, constants, dtype, tiles):
     }
 
 
-def constants_for(width, quadratic, tiles, parts):
-    return {
+def shape_of(width, dtype):
+    value_dim = min(width, 128)
+    return Shape(4, 8, 1, width, value_dim, padded(width), padded(value_dim), dtype)
+
+
+def plan_of(shape, quadratic, num_features, *, bidirectional=False, wide=False):
+    """Pairs beside identity features, or many degrees, as a call lays them out."""
+    options = {"construction": "exact-low"} if quadratic else {"construction": "unbiased", "scale": 4.0}
+    drawn = MaclaurinFeatures(shape.dim, num_features, **options, seed=0).map(shape.dtype)
+    wide = wide and takes_wide_groups(shape.dtype, shape.block_d, shape.block_v)
+    return make_plan(drawn.blocks, drawn.weight, shape.dtype, shape.block_d, bidirectional, wide)
+
+
+def constants_for(shape, plan, tiles):
+    """Of a call with a mask, pre-SBN and a state; what a kernel does not know is left out later."""
+    return shape.constants(plan, tiles) | {
         "HEADS": 8,
         "GROUPS": 1,
-        "MAPS": 1,
         "HAS_MASK": True,
         "HAS_STATE": True,
         "IS_QUERY": True,
-        "PRECISION": "ieee",
-        "IDENTITY": int(quadratic),
-        "QUADRATIC": int(quadratic),
         "UNIT": 2,
-        "SINGLE": quadratic and width == 64,
+        "WHOLE": plan.whole,
+        "SINGLE": False,
         "TRAINED": False,
-        "PARTS": parts,
+        "PARTS": plan.num_groups + 1,
         "CHUNK": 1,
         "SPAN": 64,
         "IS_CAUSAL": False,
@@ -148,108 +174,108 @@ def constants_for(width, quadratic, tiles, parts):
         "ROWS": 64,
         "COLUMNS": 16,
         "AFTER": True,
-        "DIM": width,
-        "DV": width,
-        "BLOCK_D": width,
-        "BLOCK_V": width,
-        "BLOCK": tiles.block,
-        "GROUP": GROUP_OF_PAIRS if quadratic else GROUP,
     }
 
 
 def attention_cases():
-    """Kernels of all forms; what saves minutes: causal ones and windows for bfloat16 alone.
-
-    Of wide heads with a window only what takes most.
-    """
-    for dtype, width, quadratic in itertools.product(
-        (torch.bfloat16, torch.float32), (32, 64, 128, 256), (True, False)
+    """Kernels of all forms; what saves minutes: float32 for bidirectional ones and one width alone."""
+    for width, quadratic, num_features in (
+        *((32, True, 128), (64, True, 128), (64, True, 256), (128, True, 256)),
+        *((32, False, 128), (64, False, 128), (128, False, 256), (256, False, 256)),
     ):
-        if (dtype == torch.float32 and width != 64) or (quadratic and width == 256):
-            continue
-        tiles = tiles_for(dtype, width, width, quadratic)
-        yield bidirectional_sums, "summarize", dtype, width, quadratic, tiles_of_sums(tiles, width, width)
-        for name in ("read", "read_backward", "key_backward"):
-            yield bidirectional, name, dtype, width, quadratic, tiles
-        if dtype == torch.float32:
-            continue
-        if quadratic and width == 64:
-            for name in ("finish", "finish_backward"):
-                yield bidirectional_sums, name, dtype, width, quadratic, tiles
-        tiles = causal_tiles_for(dtype, width, width, quadratic)
-        yield causal_sums, "accumulate", dtype, width, quadratic, tiles
-        if quadratic and width == 64:
-            yield causal_sums, "scan", dtype, width, quadratic, tiles
-        yield causal, "read", dtype, width, quadratic, tiles_of_read(tiles, several=False)
-        if quadratic and width == 64:
-            yield causal, "read", dtype, width, quadratic, tiles_of_read(tiles, several=True)
-        yield causal, "query_backward", dtype, width, quadratic, tiles
-        yield causal_keys, "key_backward", dtype, width, quadratic, tiles_of_keys(tiles)
-        if width in (32, 256):
-            continue
-        tiles = window_tiles_for(dtype, width, width, quadratic)
-        yield window_backward, "key_backward", dtype, width, quadratic, tiles
-        if width == 64:
-            yield window, "read", dtype, width, quadratic, tiles
-            yield window_backward, "query_backward", dtype, width, quadratic, tiles
+        for dtype in (torch.bfloat16, torch.float32):
+            if dtype == torch.bfloat16 or (width, num_features) == (64, 128):
+                shape = shape_of(width, dtype)
+                plan = plan_of(shape, quadratic, num_features, bidirectional=True, wide=True)
+                yield from bidirectional_cases(shape, plan)
+        shape = shape_of(width, torch.bfloat16)
+        yield from causal_cases(shape, plan_of(shape, quadratic, num_features, wide=True))
+        if width in (64, 128):
+            yield from window_cases(shape, plan_of(shape, quadratic, num_features))
+
+
+def bidirectional_cases(shape, plan):
+    tiles = shape.tiles(plan)
+    separate = plan.num_groups > 1 and plan.identity
+    sums = {"SEPARATE": separate, "PARTS": plan.num_groups + separate}
+    of_sums = tiles_of_sums(tiles, shape.block_d, shape.block_v)
+    yield bidirectional_sums.summarize, shape, plan, of_sums, sums
+    yield bidirectional.read, shape, plan, tiles, {}
+    for kernel in (bidirectional.read_backward, bidirectional.key_backward):
+        yield kernel, shape, plan, tiles_of_gradients(tiles, plan), {}
+    if plan.whole == 1 and shape.dim == 64 and shape.dtype == torch.bfloat16:
+        yield bidirectional_sums.finish, shape, plan, tiles, {}
+        yield bidirectional_sums.finish_backward, shape, plan, tiles, {}
+
+
+def causal_cases(shape, plan):
+    tiles = Axis.of(4096, 4096, shape, plan).tiles
+    yield causal_sums.accumulate, shape, plan, tiles, {}
+    if plan.is_single and shape.dim == 64:
+        yield causal_sums.scan, shape, plan, tiles, {}
+    yield causal.read, shape, plan, tiles_of_read(tiles, plan), {"SINGLE": is_of_one_group(tiles, plan)}
+    yield causal.query_backward, shape, plan, tiles_of_queries(tiles, plan), {}
+    yield causal_keys.key_backward, shape, plan, tiles_of_keys(tiles, plan), {}
+
+
+def window_cases(shape, plan):
+    """Of wide heads only what takes most."""
+    tiles = window_tiles_for(shape.dtype, shape.block_d, shape.block_v, plan.quadratic)
+    yield window_backward.key_backward, shape, plan, tiles, {}
+    if shape.dim == 64 and plan.num_groups < 3 + 2 * (not plan.quadratic):
+        yield window.read, shape, plan, tiles, {}
+        yield window_backward.query_backward, shape, plan, tiles, {}
 
 
 def trained_cases():
     """Kernels of trained maps, for the rows that take more; identity features; wide heads."""
-    dtype, keys = torch.bfloat16, {"IS_QUERY": False, "LINEAR": False}
+    keys = {"IS_QUERY": False, "LINEAR": False}
     for width, quadratic, own in (
         (64, True, keys),
         (64, False, keys),
         (64, True, {"IS_QUERY": True, "LINEAR": True}),
         (128, True, keys),
     ):
-        tiles = tiles_of_map(tiles_for(dtype, width, width, quadratic=False))
-        yield bidirectional_map, dtype, width, quadratic, tiles, own
-        tiles = tiles_of_map(causal_tiles_for(dtype, width, width, quadratic))
-        yield causal_map, dtype, width, quadratic, tiles, own
+        shape = shape_of(width, torch.bfloat16)
+        plan = narrowed(plan_of(shape, quadratic, 2 * width))
+        widths = shape.dtype, shape.block_d, shape.block_v
+        tiles = tiles_of_map(tiles_for(*widths, quadratic=False))
+        yield bidirectional_map.map_backward, shape, plan, tiles, own
+        yield causal_map.map_backward, shape, plan, tiles_of_map(causal_tiles_for(*widths, quadratic)), own
+    shape = shape_of(64, torch.float32)
     tiles = tiles_of_map(tiles_for(torch.float32, 64, 64, quadratic=False))
-    yield bidirectional_map, torch.float32, 64, True, tiles, keys
+    yield bidirectional_map.map_backward, shape, narrowed(plan_of(shape, True, 128)), tiles, keys
 
 
 def decoding_cases():
     """A query head to a key head, and several; wide heads with a window, in what takes most."""
     for quadratic, (rows, columns, warps) in itertools.product((True, False), ((2, 64, 2), (16, 32, 8))):
-        tiles, own = Tiles(rows, warps, 2), {"ROWS": rows, "BLOCK_V": columns}
-        yield decode.step, torch.float32, 64, quadratic, tiles, own
+        shape = shape_of(64, torch.float32)
+        plan, tiles = plan_of(shape, quadratic, 128), Tiles(rows, warps, 2)
+        own = {"ROWS": rows, "BLOCK_V": columns}
+        yield decode.step, shape, plan, tiles, own
         tiles = tiles._replace(num_warps=max(4, warps))
         own = own | {"BLOCK": NEAR_KEYS, "HAS_LEAVING_MASK": True, "SEPARATE": rows > 2}
         if quadratic or rows == 2:
-            yield decode_window.step, torch.bfloat16, 64, quadratic, tiles, own
+            yield decode_window.step, shape_of(64, torch.bfloat16), plan, tiles, own
         if quadratic and rows == 2:
-            yield decode_window.step, torch.float32, 128, quadratic, tiles, own
+            shape = shape_of(128, torch.float32)
+            yield decode_window.step, shape, plan_of(shape, quadratic, 256), tiles, own
 
 
 def main():
     found = []
-    for module, dtype, width, quadratic, tiles, own in trained_cases():
-        form = module.__name__.rpartition(".")[-1]
-        case = {"kernel": f"{form}.map_backward", "dtype": str(dtype), "width": width, "quadratic": quadratic}
-        constants = constants_for(width, quadratic, tiles, 1) | own | {"GROUP": GROUP}
-        found.append(case | own | usage(module.map_backward, constants, dtype, tiles))
-    for module, name, dtype, width, quadratic, tiles in attention_cases():
-        form = module.__name__.rpartition(".")[-1]
-        case = {"kernel": f"{form}.{name}", "dtype": str(dtype), "width": width, "quadratic": quadratic}
-        parts = (1 if quadratic and width <= 64 else 4) + form.startswith("causal")
-        constants = constants_for(width, quadratic, tiles, parts)
-        constants |= {"DV": min(width, 128), "BLOCK_V": min(width, 128)}
-        if constants["SINGLE"] and form.startswith("bidirectional"):
-            constants |= {"QUADRATIC": 16}  # pairs of a projection that is so wide
-        if form == "causal":
-            constants |= {"SINGLE": quadratic and width == 64 and tiles.registers is None}
-        case |= {"single": constants["SINGLE"]}
-        found.append(case | usage(getattr(module, name), constants, dtype, tiles))
-    for kernel, dtype, width, quadratic, tiles, own in decoding_cases():
-        name, constants = (
-            kernel.__module__.rpartition(".")[-1],
-            constants_for(width, quadratic, tiles, 1) | own,
-        )
-        case = {"kernel": f"{name}.step", "dtype": str(dtype), "width": width, "quadratic": quadratic}
-        found.append(case | usage(kernel, constants, dtype, tiles))
+    for kernel, shape, plan, tiles, own in (*trained_cases(), *attention_cases(), *decoding_cases()):
+        constants = constants_for(shape, plan, tiles) | own
+        case = {
+            "kernel": f"{kernel.__module__.rpartition('.')[-1]}.{kernel.__name__}",
+            "dtype": str(shape.dtype),
+            "width": shape.dim,
+            "groups": plan.num_groups,
+            "quadratic": plan.quadratic,
+            "warps": tiles.num_warps,
+        }
+        found.append(case | own | usage(kernel, constants, shape.dtype, tiles))
     print(json.dumps(found))
 
 

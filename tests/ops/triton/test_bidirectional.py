@@ -27,6 +27,18 @@ def test_matches_the_specification(dtype, construction, queries, keys):
     assert_close_to_specification(features, tensors, torch.tensor([0.7, 2.5]))
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    ("construction", "head_dim", "num_features"),
+    [("unbiased", 64, 100), ("unbiased", 100, 150), ("exact-low", 64, 256), ("exact-low", 128, 256)],
+)
+def test_maps_that_have_tiles_of_their_own_in_half_precision(construction, head_dim, num_features, is_causal):
+    """Wide groups of many degrees; several groups of pairs, at hand where it is not causal."""
+    features = make_map(construction, head_dim, num_features, dtype=torch.float32, device=DEVICE)
+    tensors = [rows(1, 2, 90, head_dim, seed=i, dtype=torch.float16) for i in range(3)]
+    assert_close_to_specification(features, tensors, torch.tensor([0.7, 2.0]), is_causal=is_causal)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16])
 @pytest.mark.parametrize("construction", ["exact-low", "unbiased", "paper"])
@@ -183,20 +195,27 @@ def test_widths_that_divide_nothing(head_dim, value_dim, num_features):
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "num_features", "width"),
-    [(64, 128, 16), (32, 128, 16), (64, 256, 1), (128, 256, 1), (16, 100, 1)],
+    ("dtype", "head_dim", "num_features", "width", "groups"),
+    [
+        (torch.float32, 64, 128, 16, 1),
+        (torch.float32, 32, 128, 16, 1),
+        (torch.float32, 64, 256, 1, 0),
+        (torch.bfloat16, 64, 256, 32, 3),
+        (torch.bfloat16, 64, 300, 1, 0),
+        (torch.bfloat16, 128, 256, 16, 2),
+        (torch.bfloat16, 16, 100, 1, 1),
+    ],
 )
-def test_a_projection_is_taken_for_one_group_of_pairs_alone(head_dim, num_features, width):
-    """In a loop over several, gradients come out wrong on a GPU, which the interpreter does not show."""
+def test_a_projection_is_taken_for_maps_that_are_kept_at_hand(dtype, head_dim, num_features, width, groups):
+    """In a loop over groups, gradients come out wrong on a GPU, which the interpreter does not show."""
     from schoenbat.ops.triton.plan import make_plan
 
     feature_map = make_map("exact-low", head_dim, num_features, dtype=torch.float32).map(torch.float32)
-    plan = make_plan(feature_map.blocks, feature_map.weight, torch.float32, head_dim, bidirectional=True)
-    assert plan.quadratic == width
-    assert plan.num_groups == 1 or width == 1
+    plan = make_plan(feature_map.blocks, feature_map.weight, dtype, head_dim, bidirectional=True)
+    assert (plan.quadratic, plan.whole) == (width, groups)
     without = feature_map.blocks._replace(identity=False)  # a loop of one trip
-    plan = make_plan(without, feature_map.weight[:, head_dim:], torch.float32, head_dim, bidirectional=True)
-    assert plan.quadratic == 1
+    plan = make_plan(without, feature_map.weight[:, head_dim:], dtype, head_dim, bidirectional=True)
+    assert (plan.quadratic, plan.whole) == (1, 0)
 
 
 def test_one_key_is_its_value_and_no_key_is_zero():

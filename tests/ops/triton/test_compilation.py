@@ -10,16 +10,15 @@ import pytest
 
 pytest.importorskip("triton")
 SHARED_MEMORY = 227 * 1024
-# Wide heads hold an accumulator of 128 × 128: what they spill now, in bytes a thread. It may only shrink.
-SPILLED_BY_WIDE_HEADS = 1000
+# What kernels spill now, in bytes a thread. It may only shrink.
+SPILLED_BY_WIDE_HEADS = 760
 # Causal kernels and those of windows hold scores beside their accumulators.
 SPILLED_BY_SCORES = 128
-# Two warps hold what four could, for maps of several degrees: see `launch.tiles_for`.
-SPILLED_BY_TWO_WARPS = 1000
-# Where a map stays at hand for all tiles, gradients and causal outputs spill and are faster: docs/kernels.md.
-SPILLED_BY_WHOLE_MAPS = 450
-# Two warps again, for any map that is trained, and twice as much for wide heads.
-SPILLED_BY_TRAINED_MAPS = 900
+SPILLED_BY_MANY_DEGREES = 400
+# Where a map stays at hand for all tiles, some kernels spill and are faster: docs/kernels.md.
+SPILLED_BY_WHOLE_MAPS = 400
+# Two warps for any map that is trained, and twice as much for wide heads.
+SPILLED_BY_TRAINED_MAPS = 750
 # A decoding step of two warps was still the fastest.
 SPILLED_BY_DECODING = 160
 # Three programs at a time on a multiprocessor instead of two were worth it.
@@ -36,24 +35,26 @@ def usages():
     return json.loads(run.stdout)
 
 
+def allowed(usage):
+    if usage["limit"] is not None:
+        return SPILLED_WITH_FEWER_REGISTERS
+    if usage["kernel"].endswith("map_backward"):
+        return SPILLED_BY_TRAINED_MAPS * (usage["width"] // 64)
+    if usage["width"] > 64:
+        return SPILLED_BY_WIDE_HEADS
+    if usage["kernel"] == "decode.step":
+        return SPILLED_BY_DECODING
+    if usage["dtype"] == "torch.bfloat16" and not usage["quadratic"]:
+        return SPILLED_BY_MANY_DEGREES
+    if usage["quadratic"] > 1 or usage.get("SINGLE"):
+        return SPILLED_BY_WHOLE_MAPS
+    return SPILLED_BY_SCORES if usage["kernel"].startswith(("causal", "window")) else 64
+
+
 def test_nothing_spills_more_than_is_known(usages):
-    assert len(usages) == 93
+    assert len(usages) == 101
     for usage in usages:
-        allowed = SPILLED_BY_SCORES if usage["kernel"].startswith(("causal", "window")) else 64
-        whole = ("bidirectional.read_backward", "bidirectional.key_backward", "causal.read")
-        if usage["kernel"] in whole and usage.get("single"):
-            allowed = SPILLED_BY_WHOLE_MAPS
-        if usage["dtype"] == "torch.bfloat16" and not usage["quadratic"]:
-            allowed = SPILLED_BY_TWO_WARPS
-        if usage["kernel"] == "decode.step":
-            allowed = SPILLED_BY_DECODING
-        if usage["width"] > 64:
-            allowed = SPILLED_BY_WIDE_HEADS
-        if usage["kernel"].endswith("map_backward"):
-            allowed = SPILLED_BY_TRAINED_MAPS * (usage["width"] // 64)
-        if usage["limit"] is not None:
-            allowed = SPILLED_WITH_FEWER_REGISTERS
-        assert usage["stack"] <= allowed, usage
+        assert usage["stack"] <= allowed(usage), usage
 
 
 def test_shared_memory_suffices(usages):

@@ -31,5 +31,5 @@ def test_layouts_of_maps_that_are_drawn_again_and_again_are_let_go():
 
     kept = plan._KEPT[plan._layout]
     for linear in range(1, kept.cache_info().maxsize + 10):
-        plan._made_once(plan._layout, linear, 0, 0, (), 16, False, False, torch.device("cpu"))
+        plan._made_once(plan._layout, linear, 0, 0, (), 16, False, False, 0, torch.device("cpu"))
     assert kept.cache_info().currsize == kept.cache_info().maxsize

@@ -3,8 +3,8 @@
 `read` gives each query row its output, `read_backward` its gradient and what `summarize` needs from it,
 `key_backward` the gradients of keys and values.
 
-A program works on some row tiles of one head. A map that is SINGLE has identity features and one group of pairs: it
-and a head's sums are loaded once for all tiles. Names are those of `features`; m_ are masks.
+A program works on some row tiles of one head. A map that is WHOLE has identity features and few groups of pairs, so many:
+it and a head's sums are loaded once for all tiles. Names are those of `features`; m_ are masks.
 """
 
 import triton
@@ -14,6 +14,7 @@ from schoenbat.ops.triton.bidirectional_sums import LENGTHS
 from schoenbat.ops.triton.features import (
     evaluate,
     evaluate_backward,
+    first_directions,
     monomials,
     monomials_backward,
     pair_directions,
@@ -24,6 +25,7 @@ from schoenbat.ops.triton.features import (
 )
 from schoenbat.ops.triton.rows import (
     LOWEST_EXPONENT,
+    NARROW,
     load_tile,
     load_unit_tile,
     store_tile,
@@ -42,67 +44,91 @@ def _group_sums(p_sums, p_totals, o_first, ROWS: tl.constexpr, BLOCK_V: tl.const
 
 
 @triton.jit
-def _whole_tiles(
-    p_sums, p_tiles, p_linear, dtype: tl.constexpr, QUADRATIC: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    GROUP: tl.constexpr,
-):  # fmt: skip
-    """Sums and directions of a map that is SINGLE: loaded before the loop over tiles, they stay in shared memory."""
-    o_d, o_g, o_v = tl.arange(0, BLOCK_D), tl.arange(0, GROUP), tl.arange(0, BLOCK_V)
-    b_s1 = tl.load(p_sums + o_d[:, None] * BLOCK_V + o_v[None, :]) * tl.load(p_linear + o_d)[:, None]
-    b_s2 = tl.load(p_sums + (BLOCK_D + o_g)[:, None] * BLOCK_V + o_v[None, :])
-    b_first, b_left, b_right = pair_directions(p_tiles, 0, QUADRATIC, BLOCK_D, GROUP)
-    return b_s1.to(dtype), b_s2.to(dtype), b_first, b_left, b_right
+def _columns(b_first, b_second, dtype: tl.constexpr):
+    """Two vectors as columns of a narrow tile, each the sum of two in `dtype`: what it is rounded to, and the rest."""
+    o_c = tl.arange(0, NARROW)[None, :]
+    b_both = tl.where(o_c < 4, tl.where(o_c < 2, b_first[:, None], b_second[:, None]), 0.0)
+    b_rounded = b_both.to(dtype)
+    return tl.where(o_c % 2 == 0, b_rounded, (b_both - b_rounded.to(tl.float32)).to(dtype))
 
 
 @triton.jit
-def _whole_vectors(p_totals, p_root, p_linear, BLOCK_D: tl.constexpr, GROUP: tl.constexpr):
-    """Its totals and the pairs' weights without scale; `read` keeps them in registers, gradients have none to spare."""
-    o_d, o_g = tl.arange(0, BLOCK_D), tl.arange(0, GROUP)
-    b_z1 = tl.load(p_totals + o_d) * tl.load(p_linear + o_d)
-    return b_z1, tl.load(p_totals + BLOCK_D + o_g), tl.load(p_root + o_g)
+def _of_columns(b_products, i_vector: tl.constexpr):
+    """Rows times a vector of `_columns`, from their product with the tile."""
+    return tl.sum(tl.where(tl.arange(0, NARROW)[None, :] // 2 == i_vector, b_products, 0.0), axis=1)
+
+
+@triton.jit
+def _whole_tiles(
+    p_sums, p_totals, p_mean, p_tiles, p_linear, dtype: tl.constexpr, WHOLE: tl.constexpr, QUADRATIC: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Sums and directions of a map that is WHOLE: loaded before the loop over tiles, they stay in shared memory.
+
+    Of identity features the sums, and totals and the mean as `_columns`; what rows are projected on first;
+    for each group its sums, totals and both directions.
+    """
+    o_d, o_g, o_v = tl.arange(0, BLOCK_D), tl.arange(0, GROUP), tl.arange(0, BLOCK_V)
+    b_linear = tl.load(p_linear + o_d)
+    b_s1 = tl.load(p_sums + o_d[:, None] * BLOCK_V + o_v[None, :]) * b_linear[:, None]
+    b_z1 = _columns(tl.load(p_totals + o_d) * b_linear, tl.load(p_mean + o_d), dtype)
+    b_groups = ()
+    for i_group in tl.static_range(WHOLE):
+        o_f = BLOCK_D + i_group * GROUP + o_g
+        b_s2 = tl.load(p_sums + o_f[:, None] * BLOCK_V + o_v[None, :])
+        b_z2 = tl.load(p_totals + o_f)
+        b_left, b_right = pair_directions(p_tiles, i_group, QUADRATIC, BLOCK_D, GROUP)
+        b_groups += ((b_s2.to(dtype), _columns(b_z2, tl.zeros_like(b_z2), dtype), b_left, b_right),)
+    return b_s1.to(dtype), b_z1, first_directions(p_tiles, QUADRATIC, BLOCK_D, GROUP), b_groups
 
 
 @triton.jit
 def _read_whole(
-    b_x,
-    scale,
-    b_s1,
-    b_s2,
-    b_first,
-    b_left,
-    b_right,
-    b_z1,
-    b_z2,
-    b_root,
-    QUADRATIC: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """What `_read_rows` gives."""
+    b_x, scale, b_tiles, p_root, WHOLE: tl.constexpr, QUADRATIC: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """What `_read_rows` gives, and the mean logit."""
+    b_s1, b_z1, b_first, b_groups = b_tiles
     b_y = projected(b_x, b_first, QUADRATIC, PRECISION)
-    b_phi = pairs(b_y, b_left, b_right, b_root, scale, PRECISION)
-    b_total = tl.sum(b_x.to(tl.float32) * b_z1[None, :], axis=1) * scale + tl.sum(
-        b_phi * b_z2[None, :], axis=1
-    )
-    b_numerator = tl.dot(b_x, b_s1, input_precision=PRECISION) * scale
-    return b_numerator + tl.dot(b_phi.to(b_x.dtype), b_s2, input_precision=PRECISION), b_total
+    b_small = tl.dot(b_x, b_z1, input_precision=PRECISION) * scale
+    for i_group in tl.static_range(WHOLE):
+        b_s2, b_z2, b_left, b_right = b_groups[i_group]
+        b_root = tl.load(p_root + i_group * GROUP + tl.arange(0, GROUP))
+        b_phi = pairs(b_y, b_left, b_right, b_root, scale, PRECISION).to(b_x.dtype)
+        if i_group == 0:
+            b_numerator = tl.dot(b_x, b_s1, input_precision=PRECISION) * scale
+        b_small += tl.dot(b_phi, b_z2, input_precision=PRECISION)
+        b_numerator += tl.dot(b_phi, b_s2, input_precision=PRECISION)
+    return b_numerator, _of_columns(b_small, 0), _of_columns(b_small, 1)
 
 
 @triton.jit
 def _whole_backward(
-    b_rows, b_dtotal, b_x, scale, b_s1, b_s2, b_first, b_left, b_right, p_totals, p_tiles, p_root, p_linear,
-    QUADRATIC: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
+    b_rows, b_dsmall, b_x, scale, b_tiles, p_tiles, p_root,
+    WHOLE: tl.constexpr, QUADRATIC: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What `_read_rows_backward` gives."""
-    b_z1, b_z2, b_root = _whole_vectors(p_totals, p_root, p_linear, BLOCK_D, GROUP)
-    b_dphi = tl.dot(b_rows, tl.trans(b_s2), input_precision=PRECISION) + b_dtotal[:, None] * b_z2[None, :]
-    if GROUP > BLOCK_D:
-        # The factors of a wide group do not fit the registers until now: from directions loaded again they are formed again.
-        b_first, b_left, b_right = pair_directions(p_tiles, 0, QUADRATIC, BLOCK_D, GROUP)
+    """The gradient of scaled rows from those of numerator (b_rows), total and mean logit (b_dsmall, see `_twice`)."""
+    b_s1, b_z1, b_first, b_groups = b_tiles
     b_y = projected(b_x, b_first, QUADRATIC, PRECISION)
-    b_dy = pairs_backward(b_dphi * (b_root * scale)[None, :], b_y, b_left, b_right, PRECISION)
+    b_dy = tl.zeros(b_y.shape, tl.float32)
+    for i_group in tl.static_range(WHOLE):
+        b_s2, b_z2, b_left, b_right = b_groups[i_group]
+        b_root = tl.load(p_root + i_group * GROUP + tl.arange(0, GROUP))
+        b_dphi = tl.dot(b_dsmall, tl.trans(b_z2), input_precision=PRECISION)
+        b_dphi += tl.dot(b_rows, tl.trans(b_s2), input_precision=PRECISION)
+        if WHOLE > 1 or GROUP > BLOCK_D:
+            # The factors of so many do not fit the registers until now: from directions loaded again they are formed again.
+            b_left, b_right = pair_directions(p_tiles, i_group, QUADRATIC, BLOCK_D, GROUP)
+        b_dy += pairs_backward(b_dphi * (b_root * scale)[None, :], b_y, b_left, b_right, PRECISION)
     b_dx = projected_backward(b_dy, b_first, QUADRATIC, PRECISION)
-    b_dx += tl.dot(b_rows, tl.trans(b_s1), input_precision=PRECISION)
-    return b_dx + b_dtotal[:, None] * b_z1[None, :]
+    b_dx += tl.dot(b_dsmall, tl.trans(b_z1), input_precision=PRECISION)
+    return b_dx + tl.dot(b_rows, tl.trans(b_s1), input_precision=PRECISION)
+
+
+@triton.jit
+def _twice(b_first, b_second, dtype: tl.constexpr):
+    """Two numbers of each row as they are multiplied with `_columns`."""
+    o_c = tl.arange(0, NARROW)[None, :]
+    return tl.where(o_c < 4, tl.where(o_c < 2, b_first[:, None], b_second[:, None]), 0.0).to(dtype)
 
 
 @triton.jit
@@ -133,9 +159,9 @@ def _read_rows(
 
 
 @triton.jit
-def _floor(b_x, b_key_mean, scale, zeroth, slope):
+def _floor(b_logit, zeroth, slope):
     """The floor of the denominator, divided by the count, and its exponent; above zero without keys, too."""
-    b_exponent = slope * scale * tl.sum(b_x.to(tl.float32) * b_key_mean[None, :], axis=1)
+    b_exponent = slope * b_logit
     return zeroth * tl.exp(tl.minimum(tl.maximum(b_exponent, LOWEST_EXPONENT), 0.0)), b_exponent
 
 
@@ -152,7 +178,7 @@ def read(
     stride_qb, stride_qh, stride_qn, N, TILES, SPLITS, EPS,
     p_tiles, p_root, p_linear, p_degrees, p_first, NUM_TILES, num_groups,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, MAPS: tl.constexpr, IDENTITY: tl.constexpr,
-    QUADRATIC: tl.constexpr, UNIT: tl.constexpr, SINGLE: tl.constexpr, DIM: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    QUADRATIC: tl.constexpr, UNIT: tl.constexpr, WHOLE: tl.constexpr, DIM: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr, OVERLAPS: tl.constexpr = False,
 ):  # fmt: skip
     """Some tiles of outputs: ``v̄ + numerator / max(total, floor)``."""
@@ -175,27 +201,28 @@ def read(
     constant, zeroth = tl.load(p_coefficients + 3 * i_map), tl.load(p_coefficients + 3 * i_map + 1)
     slope = tl.load(p_coefficients + 3 * i_map + 2)
     b_value_mean = tl.load(p_value_mean + i_state * BLOCK_V + tl.arange(0, BLOCK_V))
-    if SINGLE:
-        b_s1, b_s2, b_first, b_left, b_right = _whole_tiles(
-            p_sums, p_tiles, p_linear, dtype, QUADRATIC, BLOCK_D, BLOCK_V, GROUP
-        )
-        b_z1, b_z2, b_root = _whole_vectors(p_totals, p_root, p_linear, BLOCK_D, GROUP)
-    b_key_mean = tl.load(p_key_mean + tl.arange(0, BLOCK_D))
+    if WHOLE:
+        b_tiles = _whole_tiles(
+            p_sums, p_totals, p_key_mean, p_tiles, p_linear, dtype, WHOLE, QUADRATIC, BLOCK_D, BLOCK_V, GROUP
+        )  # fmt: skip
     for i_tile in range(i_split * TILES, tl.minimum((i_split + 1) * TILES, tl.cdiv(N, BLOCK))):
         start = i_tile * BLOCK
         m_n = start + tl.arange(0, BLOCK) < N
         b_x, _ = load_unit_tile(p_query, start, stride_qn, m_n, EPS, UNIT, DIM, BLOCK, BLOCK_D)
-        if SINGLE:
-            b_numerator, b_total = _read_whole(
-                b_x, scale, b_s1, b_s2, b_first, b_left, b_right, b_z1, b_z2, b_root, QUADRATIC, PRECISION
+        if WHOLE:
+            b_numerator, b_total, b_logit = _read_whole(
+                b_x, scale, b_tiles, p_root, WHOLE, QUADRATIC, GROUP, PRECISION
             )
         else:
             b_numerator, b_total = _read_rows(
                 b_x, scale, p_sums, p_totals, p_tiles, p_root, p_linear, p_degrees, p_first, num_groups, IDENTITY, QUADRATIC,
                 BLOCK_D, BLOCK_V, BLOCK, GROUP, PRECISION,
             )  # fmt: skip
+            b_logit = scale * tl.sum(
+                b_x.to(tl.float32) * tl.load(p_key_mean + tl.arange(0, BLOCK_D))[None, :], axis=1
+            )
         b_total += constant
-        b_floor, _ = _floor(b_x, b_key_mean, scale, zeroth, slope)
+        b_floor, _ = _floor(b_logit, zeroth, slope)
         b_floored = _above(b_total, b_floor, b_total < b_floor)
         b_out = b_value_mean[None, :] + b_numerator / b_floored[:, None]
         store_tile(p_out, start, b_out, m_n, DV, BLOCK, BLOCK_V)
@@ -208,7 +235,7 @@ def read_backward(
     stride_qb, stride_qh, stride_qn, stride_gb, stride_gh, stride_gn, N, TILES, SPLITS, EPS,
     p_tiles, p_root, p_linear, p_degrees, p_first, NUM_TILES, num_groups,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, MAPS: tl.constexpr, IDENTITY: tl.constexpr, QUADRATIC: tl.constexpr,
-    UNIT: tl.constexpr, SINGLE: tl.constexpr, TRAINED: tl.constexpr, DIM: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
+    UNIT: tl.constexpr, WHOLE: tl.constexpr, TRAINED: tl.constexpr, DIM: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Some tiles of query gradients; also 1/f and the gradients of denominator and mean logit by row, that of the scale.
@@ -233,40 +260,40 @@ def read_backward(
     constant, zeroth = tl.load(p_coefficients + 3 * i_map), tl.load(p_coefficients + 3 * i_map + 1)
     slope = tl.load(p_coefficients + 3 * i_map + 2)
     p_key_mean += i_state * BLOCK_D
-    if SINGLE:
-        b_s1, b_s2, b_first, b_left, b_right = _whole_tiles(
-            p_sums, p_tiles, p_linear, dtype, QUADRATIC, BLOCK_D, BLOCK_V, GROUP
-        )
+    if WHOLE:
+        b_tiles = _whole_tiles(
+            p_sums, p_totals, p_key_mean, p_tiles, p_linear, dtype, WHOLE, QUADRATIC, BLOCK_D, BLOCK_V, GROUP
+        )  # fmt: skip
     b_dscale = tl.zeros([BLOCK], tl.float32)
     first, last = i_split, i_split + 1
-    if SINGLE:  # only then is there something that tiles share
+    if WHOLE:  # only then is there something that tiles share
         first, last = i_split * TILES, tl.minimum((i_split + 1) * TILES, tl.cdiv(N, BLOCK))
     for i_tile in range(first, last):
         start = i_tile * BLOCK
         m_n = start + tl.arange(0, BLOCK) < N
         b_x, b_factor = load_unit_tile(p_query, start, stride_qn, m_n, EPS, UNIT, DIM, BLOCK, BLOCK_D)
-        b_grad = load_tile(p_grad, start, stride_gn, m_n, DV, BLOCK, BLOCK_V).to(tl.float32)
-        if SINGLE:
-            b_z1, b_z2, b_root = _whole_vectors(p_totals, p_root, p_linear, BLOCK_D, GROUP)
-            b_numerator, b_total = _read_whole(
-                b_x, scale, b_s1, b_s2, b_first, b_left, b_right, b_z1, b_z2, b_root, QUADRATIC, PRECISION
+        b_loaded = load_tile(p_grad, start, stride_gn, m_n, DV, BLOCK, BLOCK_V)
+        if WHOLE:
+            b_numerator, b_total, b_logit = _read_whole(
+                b_x, scale, b_tiles, p_root, WHOLE, QUADRATIC, GROUP, PRECISION
             )
         else:
             b_numerator, b_total = _read_rows(
                 b_x, scale, p_sums, p_totals, p_tiles, p_root, p_linear, p_degrees, p_first, num_groups, IDENTITY, QUADRATIC,
                 BLOCK_D, BLOCK_V, BLOCK, GROUP, PRECISION,
             )  # fmt: skip
+            b_logit = scale * tl.sum(
+                b_x.to(tl.float32) * tl.load(p_key_mean + tl.arange(0, BLOCK_D))[None, :], axis=1
+            )
         b_total += constant
-        b_key_mean = tl.load(p_key_mean + tl.arange(0, BLOCK_D))
-        b_floor, b_exponent = _floor(b_x, b_key_mean, scale, zeroth, slope)
+        b_floor, b_exponent = _floor(b_logit, zeroth, slope)
         m_below = b_total < b_floor
         b_inverse = 1.0 / _above(b_total, b_floor, m_below)
-        b_grad = b_grad * b_inverse[:, None]
+        b_grad = b_loaded.to(tl.float32) * b_inverse[:, None]
         b_dfloored = -tl.sum(b_grad * b_numerator, axis=1) * b_inverse
         b_dtotal = tl.where(m_below, 0.0, b_dfloored)
         m_falling = m_below & (b_exponent < 0.0) & (b_exponent > LOWEST_EXPONENT)
         b_dmean = tl.where(m_falling, b_dfloored * b_floor * slope, 0.0)
-        b_rows = b_grad.to(dtype)
         o_row = i_out + start + tl.arange(0, BLOCK)
         tl.store(p_inverse + o_row, b_inverse, mask=m_n)
         tl.store(p_dtotal + o_row, b_dtotal, mask=m_n)
@@ -274,15 +301,15 @@ def read_backward(
         if TRAINED:
             tl.store(p_dfloored + o_row, b_dfloored, mask=m_n)
 
-        b_dx = b_dmean[:, None] * b_key_mean[None, :]
-        if SINGLE:
-            b_dx += _whole_backward(
-                b_rows, b_dtotal, b_x, scale, b_s1, b_s2, b_first, b_left, b_right, p_totals, p_tiles, p_root, p_linear, QUADRATIC,
+        if WHOLE:
+            b_dx = _whole_backward(
+                b_grad.to(dtype), _twice(b_dtotal, b_dmean, dtype), b_x, scale, b_tiles, p_tiles, p_root, WHOLE, QUADRATIC,
                 BLOCK_D, GROUP, PRECISION,
             )  # fmt: skip
         else:
+            b_dx = b_dmean[:, None] * tl.load(p_key_mean + tl.arange(0, BLOCK_D))[None, :]
             b_dx += _read_rows_backward(
-                b_rows, b_dtotal, b_x, scale, p_sums, p_totals, p_tiles, p_root, p_linear, p_degrees, p_first, num_groups,
+                b_loaded, b_inverse, b_dtotal, b_x, scale, p_sums, p_totals, p_tiles, p_root, p_linear, p_degrees, p_first, num_groups,
                 IDENTITY, QUADRATIC, BLOCK_D, BLOCK_V, BLOCK, GROUP, PRECISION,
             )  # fmt: skip
         # b_dx is the gradient of scale · query, on which alone everything depends.
@@ -294,22 +321,26 @@ def read_backward(
 
 @triton.jit
 def _read_rows_backward(
-    b_rows, b_dtotal, b_x, scale, p_sums, p_totals, p_tiles, p_root, p_linear, p_degrees, p_first, num_groups,
+    b_rows, b_inverse, b_dtotal, b_x, scale, p_sums, p_totals, p_tiles, p_root, p_linear, p_degrees, p_first, num_groups,
     IDENTITY: tl.constexpr, QUADRATIC: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of scaled rows from those of numerator (b_rows) and total."""
+    """The gradient of scaled rows from those of numerator (b_rows · b_inverse) and total.
+
+    Of rows as they were loaded: a product takes those from shared memory. From registers, its operand would be lost in the loop
+    over groups of 64 (see docs/kernels.md).
+    """
     first: tl.constexpr = IDENTITY * BLOCK_D
     b_dx = tl.zeros([BLOCK, BLOCK_D], tl.float32)
     if IDENTITY:
         b_s1, b_z1 = _group_sums(p_sums, p_totals, 0, BLOCK_D, BLOCK_V)
         b_root = tl.load(p_linear + tl.arange(0, BLOCK_D))
         b_s1 = (b_s1 * b_root[:, None]).to(b_x.dtype)
-        b_dx += tl.dot(b_rows, tl.trans(b_s1), input_precision=PRECISION)
+        b_dx += tl.dot(b_rows, tl.trans(b_s1), input_precision=PRECISION) * b_inverse[:, None]
         b_dx += b_dtotal[:, None] * (b_z1 * b_root)[None, :]
     for i_group in range(num_groups):
         b_s, b_z = _group_sums(p_sums, p_totals, first + i_group * GROUP, GROUP, BLOCK_V)
-        b_dphi = tl.dot(b_rows, tl.trans(b_s.to(b_x.dtype)), input_precision=PRECISION)
+        b_dphi = tl.dot(b_rows, tl.trans(b_s.to(b_x.dtype)), input_precision=PRECISION) * b_inverse[:, None]
         b_dx += evaluate_backward(
             b_dphi + b_dtotal[:, None] * b_z[None, :], b_x, scale, i_group, p_tiles, p_root, p_degrees, p_first,
             QUADRATIC, BLOCK, BLOCK_D, GROUP, PRECISION,
@@ -323,7 +354,7 @@ def key_backward(
     stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, N, TILES, SPLITS, KEY_SCALE, EPS,
     p_tiles, p_root, p_linear, p_degrees, p_first, NUM_TILES, num_groups,
     HEADS: tl.constexpr, MAPS: tl.constexpr, HAS_MASK: tl.constexpr, IDENTITY: tl.constexpr, QUADRATIC: tl.constexpr,
-    UNIT: tl.constexpr, SINGLE: tl.constexpr, DIM: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
+    UNIT: tl.constexpr, WHOLE: tl.constexpr, DIM: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Some tiles of key and value gradients, from those of the sums; what all of them get is in `p_dkey_mean`, `p_to_mean`."""
@@ -347,41 +378,42 @@ def key_backward(
     p_value_mean += i_state * BLOCK_V
     p_to_mean += i_state * BLOCK_V
     b_ones = tl.full([BLOCK], 1.0, tl.float32)
-    if SINGLE:
-        b_s1, b_s2, b_first, b_left, b_right = _whole_tiles(
-            p_dsums, p_tiles, p_linear, dtype, QUADRATIC, BLOCK_D, BLOCK_V, GROUP
-        )
+    if WHOLE:
+        b_tiles = _whole_tiles(
+            p_dsums, p_dtotals, p_dkey_mean, p_tiles, p_linear, dtype, WHOLE, QUADRATIC, BLOCK_D, BLOCK_V, GROUP
+        )  # fmt: skip
     first, last = i_split, i_split + 1
-    if SINGLE:  # only then is there something that tiles share
+    if WHOLE:  # only then is there something that tiles share
         first, last = i_split * TILES, tl.minimum((i_split + 1) * TILES, tl.cdiv(N, BLOCK))
     for i_tile in range(first, last):
         start = i_tile * BLOCK
         m_n = visible(p_mask, start, N, BLOCK, HAS_MASK)
         b_x, b_factor = load_unit_tile(p_key, start, stride_kn, m_n, EPS, UNIT, DIM, BLOCK, BLOCK_D)
-        b_value = load_tile(p_value, start, stride_vn, m_n, DV, BLOCK, BLOCK_V).to(tl.float32)
-        b_rows = (b_value - tl.load(p_value_mean + o_v)[None, :]).to(dtype)
-        if SINGLE:
-            b_z1, b_z2, b_root = _whole_vectors(p_dtotals, p_root, p_linear, BLOCK_D, GROUP)
-            b_dv, _ = _read_whole(
-                b_x, scale, b_s1, b_s2, b_first, b_left, b_right, b_z1, b_z2, b_root, QUADRATIC, PRECISION
-            )
+        # What is masked gets zeros; what lies behind the end gets nothing.
+        m_in = start + tl.arange(0, BLOCK) < N
+        if WHOLE:
+            b_dv, _, _ = _read_whole(b_x, scale, b_tiles, p_root, WHOLE, QUADRATIC, GROUP, PRECISION)
+            b_dv = tl.where(m_n[:, None], b_dv + tl.load(p_to_mean + o_v)[None, :], 0.0)
+            store_tile(p_dvalue + i_state * N * DV, start, b_dv, m_in, DV, BLOCK, BLOCK_V)
+            b_value = load_tile(p_value, start, stride_vn, m_n, DV, BLOCK, BLOCK_V).to(tl.float32)
+            b_rows = (b_value - tl.load(p_value_mean + o_v)[None, :]).to(dtype)
             b_dx = _whole_backward(
-                b_rows, b_ones, b_x, scale, b_s1, b_s2, b_first, b_left, b_right, p_dtotals, p_tiles, p_root, p_linear, QUADRATIC,
-                BLOCK_D, GROUP, PRECISION,
+                b_rows, _twice(b_ones, b_ones, dtype), b_x, scale, b_tiles, p_tiles, p_root, WHOLE, QUADRATIC, BLOCK_D, GROUP,
+                PRECISION,
             )  # fmt: skip
         else:
+            b_value = load_tile(p_value, start, stride_vn, m_n, DV, BLOCK, BLOCK_V).to(tl.float32)
+            b_rows = (b_value - tl.load(p_value_mean + o_v)[None, :]).to(dtype)
             b_dx, b_dv = _key_rows(
                 b_rows, b_x, scale, p_dsums, p_dtotals, p_tiles, p_root, p_linear, p_degrees, p_first, num_groups,
                 IDENTITY, QUADRATIC, BLOCK_D, BLOCK_V, BLOCK, GROUP, PRECISION,
             )  # fmt: skip
-        # What is masked gets zeros; what lies behind the end gets nothing.
-        m_in = start + tl.arange(0, BLOCK) < N
-        b_dx = (b_dx + tl.load(p_dkey_mean + o_d)[None, :]) * scale
-        b_dx = unit_backward(b_dx, b_x, b_factor, EPS, UNIT, DIM, BLOCK_D)
+            b_dx += tl.load(p_dkey_mean + o_d)[None, :]
+            b_dv = tl.where(m_n[:, None], b_dv + tl.load(p_to_mean + o_v)[None, :], 0.0)
+            store_tile(p_dvalue + i_state * N * DV, start, b_dv, m_in, DV, BLOCK, BLOCK_V)
+        b_dx = unit_backward(b_dx * scale, b_x, b_factor, EPS, UNIT, DIM, BLOCK_D)
         b_dx = tl.where(m_n[:, None], b_dx, 0.0)
-        b_dv = tl.where(m_n[:, None], b_dv + tl.load(p_to_mean + o_v)[None, :], 0.0)
         store_tile(p_dkey + i_state * N * DIM, start, b_dx, m_in, DIM, BLOCK, BLOCK_D)
-        store_tile(p_dvalue + i_state * N * DV, start, b_dv, m_in, DV, BLOCK, BLOCK_V)
 
 
 @triton.jit

@@ -11,7 +11,7 @@ group after group. Names are those of `features`; m_ are masks.
 import triton
 import triton.language as tl
 
-from schoenbat.ops.triton.features import evaluate, pair_directions, projected
+from schoenbat.ops.triton.features import evaluate, first_directions, pair_directions, projected
 from schoenbat.ops.triton.rows import NARROW, load_tile, load_unit_tile, visible, wait_for_the_one_before
 
 # What depends on the length of a sequence: no kernel is compiled again for another length.
@@ -27,41 +27,82 @@ def summarize(
     stride_xb, stride_xh, stride_xn, stride_rb, stride_rh, stride_rn, N, TILES, SPLITS, KEY_SCALE, EPS,
     p_tiles, p_root, p_linear, p_degrees, p_first, NUM_TILES, num_groups,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, MAPS: tl.constexpr, HAS_MASK: tl.constexpr,
-    IS_QUERY: tl.constexpr, IDENTITY: tl.constexpr, PARTS: tl.constexpr, QUADRATIC: tl.constexpr,
+    IS_QUERY: tl.constexpr, IDENTITY: tl.constexpr, PARTS: tl.constexpr, SEPARATE: tl.constexpr, QUADRATIC: tl.constexpr,
     UNIT: tl.constexpr, DIM: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK: tl.constexpr,
     GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Partial sums of TILES tiles: Σφ(x) rowᵀ, Σφ(x) w, Σx u, Σrow; w and u are 1 for keys.
 
     For queries (IS_QUERY) row is the output's gradient divided by the denominator, w the gradient of the
-    denominator and u that of the mean logit. A part is one group; the first does the identity features, too.
-    What is summed over rows alone is a product with a narrow tile, (w, u, 1, 0 ...): sums across warps would
-    make them wait for one another at every tile.
+    denominator and u that of the mean logit. A part is one group. What has no group, identity features and rows, is a part of
+    its own if SEPARATE, else the first group's.
     """
     # The highest degrees, which take longest, begin first.
-    i_part, i_split = PARTS - 1 - tl.program_id(0) % PARTS, tl.program_id(0) // PARTS % SPLITS
+    i_part = 0 if PARTS == 1 else PARTS - 1 - tl.program_id(0) % PARTS
+    i_split = tl.program_id(0) // PARTS % SPLITS
     i_bh = tl.program_id(0) // (PARTS * SPLITS)
     i_b, i_h = i_bh // HEADS, i_bh % HEADS
     i_map = 0 if MAPS == 1 else i_h // GROUPS
-    o_d, o_v, o_g = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V), tl.arange(0, GROUP)
+    i_row, i_out = tl.full([], i_bh, tl.int64) * N, (i_bh * SPLITS + i_split).to(tl.int64)
+    num_features = IDENTITY * BLOCK_D + num_groups * GROUP
     p_x += i_b.to(tl.int64) * stride_xb + i_h.to(tl.int64) * stride_xh
     p_rows += i_b.to(tl.int64) * stride_rb + i_h.to(tl.int64) * stride_rh
     p_mask += i_b.to(tl.int64) * N
+    p_row_scale += i_row
+    p_row_weight += i_row
+    p_mean_weight += i_row
+    p_sums += i_out * num_features * BLOCK_V
+    p_totals += i_out * num_features
+    p_x_sum += i_out * BLOCK_D
+    p_row_sum += i_out * BLOCK_V
     p_tiles += i_map * NUM_TILES * BLOCK_D * GROUP
     p_root += i_map * num_groups * GROUP
+    p_linear += i_map * BLOCK_D
     scale = KEY_SCALE
     if IS_QUERY:
         scale = tl.load(p_scale + i_h)
+    first, last = i_split * TILES, tl.minimum((i_split + 1) * TILES, tl.cdiv(N, BLOCK))
+    if i_part == 0:
+        _sum_tiles(
+            first, last, 0, True, not SEPARATE, p_x, p_rows, p_mask, p_row_scale, p_row_weight, p_mean_weight, p_sums, p_totals,
+            p_x_sum, p_row_sum, stride_xn, stride_rn, N, scale, EPS, p_tiles, p_root, p_linear, p_degrees, p_first, HAS_MASK,
+            IS_QUERY, IDENTITY, QUADRATIC, UNIT, DIM, DV, BLOCK_D, BLOCK_V, BLOCK, GROUP, PRECISION,
+        )  # fmt: skip
+    elif PARTS > 1:
+        _sum_tiles(
+            first, last, i_part - SEPARATE, False, True, p_x, p_rows, p_mask, p_row_scale, p_row_weight, p_mean_weight, p_sums,
+            p_totals, p_x_sum, p_row_sum, stride_xn, stride_rn, N, scale, EPS, p_tiles, p_root, p_linear, p_degrees, p_first,
+            HAS_MASK, IS_QUERY, IDENTITY, QUADRATIC, UNIT, DIM, DV, BLOCK_D, BLOCK_V, BLOCK, GROUP, PRECISION,
+        )  # fmt: skip
+
+
+@triton.jit
+def _sum_tiles(
+    first, last, i_group, OF_ROWS: tl.constexpr, OF_GROUP: tl.constexpr,
+    p_x, p_rows, p_mask, p_row_scale, p_row_weight, p_mean_weight, p_sums, p_totals, p_x_sum, p_row_sum, stride_xn, stride_rn, N,
+    scale, EPS, p_tiles, p_root, p_linear, p_degrees, p_first, HAS_MASK: tl.constexpr, IS_QUERY: tl.constexpr,
+    IDENTITY: tl.constexpr, QUADRATIC: tl.constexpr, UNIT: tl.constexpr, DIM: tl.constexpr, DV: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The sums of a group (OF_GROUP), and those of identity features and rows (OF_ROWS).
+
+    What is summed over rows alone is a product with a narrow tile, (w, u, 1, 0 ...): sums across warps would
+    make them wait for one another at every tile.
+    """
+    o_d, o_v, o_g = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V), tl.arange(0, GROUP)
     o_narrow = tl.arange(0, NARROW)[None, :]
-    b_sums = tl.zeros([GROUP, BLOCK_V], tl.float32)
-    b_totals = tl.zeros([GROUP, NARROW], tl.float32)
-    b_identity = tl.zeros([BLOCK_D, BLOCK_V], tl.float32)
-    b_x_totals = tl.zeros([BLOCK_D, NARROW], tl.float32)
-    b_row_totals = tl.zeros([BLOCK_V, NARROW], tl.float32)
-    if QUADRATIC:
-        b_first, b_left, b_right = pair_directions(p_tiles, i_part, QUADRATIC, BLOCK_D, GROUP)
-        b_weight = tl.load(p_root + i_part * GROUP + o_g) * (scale * scale)
-    for i_tile in range(i_split * TILES, tl.minimum((i_split + 1) * TILES, tl.cdiv(N, BLOCK))):
+    if OF_GROUP:
+        b_sums = tl.zeros([GROUP, BLOCK_V], tl.float32)
+        b_totals = tl.zeros([GROUP, NARROW], tl.float32)
+    if OF_ROWS:
+        b_identity = tl.zeros([BLOCK_D, BLOCK_V], tl.float32)
+        b_x_totals = tl.zeros([BLOCK_D, NARROW], tl.float32)
+        b_row_totals = tl.zeros([BLOCK_V, NARROW], tl.float32)
+    if OF_GROUP and QUADRATIC > 0:
+        b_first = first_directions(p_tiles, QUADRATIC, BLOCK_D, GROUP)
+        b_left, b_right = pair_directions(p_tiles, i_group, QUADRATIC, BLOCK_D, GROUP)
+        b_weight = tl.load(p_root + i_group * GROUP + o_g) * (scale * scale)
+    for i_tile in range(first, last):
         start = i_tile * BLOCK
         m_n = visible(p_mask, start, N, BLOCK, HAS_MASK)
         b_x, _ = load_unit_tile(p_x, start, stride_xn, m_n, EPS, UNIT, DIM, BLOCK, BLOCK_D)
@@ -69,45 +110,40 @@ def summarize(
         dtype = b_x.dtype
         b_narrow = tl.full([BLOCK, NARROW], 1.0, tl.float32)
         if IS_QUERY:
-            o_row = tl.full([], i_bh, tl.int64) * N + start + tl.arange(0, BLOCK)
+            o_row = start + tl.arange(0, BLOCK)
             b_w = tl.load(p_row_weight + o_row, mask=m_n, other=0.0)[:, None]
             b_u = tl.load(p_mean_weight + o_row, mask=m_n, other=0.0)[:, None]
             b_narrow = tl.where(o_narrow == 0, b_w, tl.where(o_narrow == 1, b_u, 1.0))
         b_narrow = tl.where(m_n[:, None], b_narrow, 0.0).to(dtype)
-        if PARTS == 1 or i_part == 0:
+        if OF_ROWS:
             b_x_totals += tl.dot(tl.trans(b_x), b_narrow, input_precision=PRECISION)
             b_row_totals += tl.dot(tl.trans(b_rows), b_narrow, input_precision=PRECISION)
         if IS_QUERY:
             b_row_scale = tl.load(p_row_scale + o_row, mask=m_n, other=0.0)
             b_rows = (b_rows.to(tl.float32) * b_row_scale[:, None]).to(dtype)
-        if IDENTITY:
-            if PARTS == 1 or i_part == 0:
-                b_identity += tl.dot(tl.trans(b_x), b_rows, input_precision=PRECISION)
-        if num_groups > 0:
+        if OF_ROWS and IDENTITY:
+            b_identity += tl.dot(tl.trans(b_x), b_rows, input_precision=PRECISION)
+        if OF_GROUP:
             if QUADRATIC:
                 b_y = projected(b_x, b_first, QUADRATIC, PRECISION)
                 b_phi = tl.dot(b_y, b_left, input_precision=PRECISION)
                 b_phi = b_phi * tl.dot(b_y, b_right, input_precision=PRECISION) * b_weight[None, :]
             else:
                 b_phi = evaluate(
-                    b_x, scale, i_part, p_tiles, p_root, p_degrees, p_first, QUADRATIC, BLOCK, BLOCK_D, GROUP, PRECISION
+                    b_x, scale, i_group, p_tiles, p_root, p_degrees, p_first, QUADRATIC, BLOCK, BLOCK_D, GROUP, PRECISION
                 )  # fmt: skip
             b_phi = tl.trans(b_phi.to(dtype))
             b_sums += tl.dot(b_phi, b_rows, input_precision=PRECISION)
             b_totals += tl.dot(b_phi, b_narrow, input_precision=PRECISION)
-    first: tl.constexpr = IDENTITY * BLOCK_D
-    i_out = (i_bh * SPLITS + i_split).to(tl.int64)
-    p_sums += i_out * (first + num_groups * GROUP) * BLOCK_V
-    p_totals += i_out * (first + num_groups * GROUP)
-    if num_groups > 0:
-        o_f = first + i_part * GROUP + o_g
+    if OF_GROUP:
+        o_f = IDENTITY * BLOCK_D + i_group * GROUP + o_g
         tl.store(p_sums + o_f[:, None] * BLOCK_V + o_v[None, :], b_sums)
         tl.store(p_totals + o_f, _column(b_totals, 0, NARROW))
-    if PARTS == 1 or i_part == 0:
-        tl.store(p_x_sum + i_out * BLOCK_D + o_d, _column(b_x_totals, 1, NARROW) * scale)
-        tl.store(p_row_sum + i_out * BLOCK_V + o_v, _column(b_row_totals, 2, NARROW))
+    if OF_ROWS:
+        tl.store(p_x_sum + o_d, _column(b_x_totals, 1, NARROW) * scale)
+        tl.store(p_row_sum + o_v, _column(b_row_totals, 2, NARROW))
         if IDENTITY:
-            b_root = tl.load(p_linear + i_map * BLOCK_D + o_d) * scale
+            b_root = tl.load(p_linear + o_d) * scale
             tl.store(p_sums + o_d[:, None] * BLOCK_V + o_v[None, :], b_identity * b_root[:, None])
             tl.store(p_totals + o_d, _column(b_x_totals, 0, NARROW) * b_root)
 

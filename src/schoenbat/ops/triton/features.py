@@ -149,21 +149,26 @@ def pairs_backward(b_grad, b_x, b_left, b_right, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def pair_directions(p_tiles, i_group, QUADRATIC: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr):
-    """What rows are projected on first, [BLOCK_D, QUADRATIC], and then for the two factors of a group's pairs.
-
-    See `plan.Plan`: where QUADRATIC is 1 nothing comes first.
-    """
+def first_directions(p_tiles, QUADRATIC: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr):
+    """What rows are projected on first, [BLOCK_D, QUADRATIC]; nothing where QUADRATIC is 1, see `plan.Plan`."""
+    b_first = 0
     if QUADRATIC > 1:
-        o_d, o_y, o_g = tl.arange(0, BLOCK_D), tl.arange(0, QUADRATIC), tl.arange(0, GROUP)
-        p_chosen, o_chosen = p_tiles + BLOCK_D * GROUP, o_y[:, None] * GROUP + o_g[None, :]
-        b_left, b_right = tl.load(p_chosen + o_chosen), tl.load(p_chosen + BLOCK_D * GROUP + o_chosen)
+        o_d, o_y = tl.arange(0, BLOCK_D), tl.arange(0, QUADRATIC)
         b_first = tl.load(p_tiles + (o_d[:, None] * GROUP + o_y[None, :]))
+    return b_first
+
+
+@triton.jit
+def pair_directions(p_tiles, i_group, QUADRATIC: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr):
+    """What `projected` rows are projected on for the two factors of a group's pairs."""
+    if QUADRATIC > 1:
+        p_tiles += (2 * i_group + 1) * BLOCK_D * GROUP
+        b_left = directions(p_tiles, 0, QUADRATIC, GROUP)
+        b_right = directions(p_tiles + BLOCK_D * GROUP, 0, QUADRATIC, GROUP)
     else:
-        b_first = 0
         b_left = directions(p_tiles, 2 * i_group, BLOCK_D, GROUP)
         b_right = directions(p_tiles, 2 * i_group + 1, BLOCK_D, GROUP)
-    return b_first, b_left, b_right
+    return b_left, b_right
 
 
 @triton.jit

@@ -34,6 +34,10 @@ class Tiles(NamedTuple):
         return {"BLOCK": self.block, "num_warps": self.num_warps, "num_stages": self.num_stages, **limit}
 
 
+# For maps of many degrees in wide groups.
+WIDE_TILES = Tiles(64, 4, 3)
+
+
 def tiles_for(dtype: torch.dtype, block_d: int, block_v: int, quadratic: int) -> Tiles:
     """By shape alone.
 
@@ -53,10 +57,27 @@ def tiles_for(dtype: torch.dtype, block_d: int, block_v: int, quadratic: int) ->
     return Tiles(64, 4, 3) if widest <= 64 else Tiles(128, 8, 2)
 
 
+def takes_wide_groups(dtype: torch.dtype, block_d: int, block_v: int) -> bool:
+    """Whether kernels for many degrees multiply by warp groups: where all products are 64 wide or wider.
+
+    Of narrower ones some end in illegal accesses, and at d = 32 those that are right are slower.
+    """
+    return dtype != torch.float32 and block_d == block_v and block_d in (64, 128)
+
+
 def tiles_of_sums(tiles: Tiles, block_d: int, block_v: int) -> Tiles:
-    """For sums of products of several degrees, which two warps form."""
+    """For sums: of products of several degrees, which two warps form; of pairs of wide heads."""
+    if tiles.block == 128:
+        return Tiles(64, 4, 2)
     is_narrow = tiles.num_warps == 2 and tiles.block == 64 and max(block_d, block_v) <= 32
     return tiles._replace(registers=FEWER_REGISTERS) if is_narrow else tiles
+
+
+def tiles_of_gradients(tiles: Tiles, plan: Plan) -> Tiles:
+    """For gradients: what several groups keep in shared memory leaves no room to load tiles ahead."""
+    if plan.whole < 2:
+        return tiles
+    return tiles._replace(block=min(tiles.block, 64), num_warps=min(tiles.num_warps, 4), num_stages=1)
 
 
 class Unit(NamedTuple):
@@ -85,6 +106,8 @@ class Shape(NamedTuple):
         return cls(batch, heads, groups, dim, value_dim, padded(dim), padded(value_dim), query.dtype)
 
     def tiles(self, plan: Plan) -> Tiles:
+        if plan.is_wide:
+            return WIDE_TILES
         return tiles_for(self.dtype, self.block_d, self.block_v, plan.quadratic)
 
     def constants(self, plan: Plan, tiles: Tiles) -> dict[str, Any]:
@@ -215,7 +238,7 @@ def read(
             HEADS=q.shape[1],
             GROUPS=shape.groups,
             UNIT=unit.code,
-            SINGLE=plan.is_single,
+            WHOLE=plan.whole,
             **shape.constants(plan, tiles),
             **overlapping(q),
         )
@@ -241,9 +264,9 @@ def read_backward(
     sums, totals, key_mean, _ = summary
     grad_query = q.new_empty(q.shape)
     by_row = [q.new_empty(q.shape[:-1], dtype=torch.float32) for _ in range(4 if trained else 3)]
-    tiles, single = shape.tiles(plan), plan.is_single
+    tiles, whole = tiles_of_gradients(shape.tiles(plan), plan), plan.whole
     splits, tiles_each = _row_tiles(q, tiles), 1
-    if single:
+    if whole:
         splits, tiles_each = split(splits, q.shape[0] * q.shape[1], tiles)
     to_scale = q.new_empty(q.shape[0], q.shape[1], splits, dtype=torch.float32)
     if q.numel():
@@ -254,7 +277,7 @@ def read_backward(
             HEADS=q.shape[1],
             GROUPS=shape.groups,
             UNIT=unit.code,
-            SINGLE=single,
+            WHOLE=whole,
             TRAINED=trained,
             **shape.constants(plan, tiles),
         )
@@ -304,9 +327,9 @@ def key_backward(
     k, v = as_rows(key), as_rows(value)
     grad_key, grad_value = k.new_empty(k.shape), v.new_empty(v.shape)
     if k.numel():
-        tiles, single = shape.tiles(plan), plan.is_single
+        tiles, whole = tiles_of_gradients(shape.tiles(plan), plan), plan.whole
         splits, tiles_each = _row_tiles(k, tiles), 1
-        if single:
+        if whole:
             splits, tiles_each = split(splits, k.shape[0] * k.shape[1], tiles)
         to_sums, to_totals, to_key, to_value = to_summary
         bidirectional.key_backward[(splits * k.shape[0] * k.shape[1],)](
@@ -316,7 +339,7 @@ def key_backward(
             HEADS=k.shape[1],
             HAS_MASK=mask is not None,
             UNIT=unit.code,
-            SINGLE=single,
+            WHOLE=whole,
             **shape.constants(plan, tiles),
         )
     return [grad_key.view(key.shape), grad_value.view(value.shape)]
@@ -367,13 +390,15 @@ def _summarize(
 ) -> list[Tensor]:
     """Parts of Σφ(x) rowᵀ, Σφ(x) w, Σx u and Σrow, ``(B·H·splits, ...)``; see the kernel."""
     batch, heads, n, _ = x.shape
-    tiles, groups = tiles_of_sums(shape.tiles(plan), shape.block_d, shape.block_v), max(1, plan.num_groups)
-    # Groups of several degrees take unequally long: of shorter programs none is left over at the end.
-    programs = batch * heads * groups // (4 if plan.is_uneven else 1)
+    tiles = tiles_of_sums(shape.tiles(plan), shape.block_d, shape.block_v)
+    separate = not plan.num_groups or (plan.num_groups > 1 and plan.identity)
+    kinds = plan.num_groups + separate
+    # They take unequally long: of shorter programs none is left over at the end.
+    programs = batch * heads * kinds // (4 if kinds > 1 else 1)
     splits, tiles_each = split(_row_tiles(x, tiles), programs, tiles)
     shapes = summary_shapes(shape, plan)
     sums = [x.new_empty(batch * heads * splits, *s, dtype=torch.float32) for s in shapes]
-    bidirectional_sums.summarize[(groups * splits * batch * heads,)](
+    bidirectional_sums.summarize[(kinds * splits * batch * heads,)](
         *(x, rows, flat(mask, x), x if query_scale is None else query_scale, *(by_row or (x, x, x)), *sums),
         *(*x.stride()[:3], *rows.stride()[:3], n, tiles_each, splits, key_scale),
         *(unit.eps, *map_arguments(plan)),
@@ -381,7 +406,8 @@ def _summarize(
         GROUPS=shape.groups,
         HAS_MASK=mask is not None,
         IS_QUERY=by_row is not None,
-        PARTS=groups,
+        PARTS=kinds,
+        SEPARATE=separate,
         UNIT=unit.code,
         **shape.constants(plan, tiles),
     )

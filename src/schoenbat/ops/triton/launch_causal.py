@@ -10,6 +10,7 @@ from torch import Tensor
 from schoenbat.ops.triton import causal, causal_keys, causal_sums
 from schoenbat.ops.triton.launch import (
     FEWER_REGISTERS,
+    WIDE_TILES,
     Shape,
     Tiles,
     Unit,
@@ -43,21 +44,37 @@ def tiles_for(dtype: torch.dtype, block_d: int, block_v: int, quadratic: int) ->
     return Tiles(64, 8, 2) if tiles.block == 128 else tiles
 
 
-def tiles_of_read(tiles: Tiles, several: bool) -> Tiles:
-    """For outputs: `several` tiles to a program, loaded ahead, or more programs of fewer registers."""
-    if several:
+def tiles_of_read(tiles: Tiles, plan: Plan) -> Tiles:
+    """For outputs: several tiles to a program, loaded ahead, or more programs of fewer registers."""
+    if is_of_one_group(tiles, plan):
         return tiles._replace(num_stages=2)
-    return tiles._replace(registers=FEWER_REGISTERS) if tiles.num_warps == 4 and tiles.block == 64 else tiles
+    if tiles.num_warps == 4 and tiles.block == 64 and plan.quadratic:
+        return tiles._replace(registers=FEWER_REGISTERS)
+    return _of_wide_heads(tiles)
 
 
-def reads_several(tiles: Tiles, plan: Plan) -> bool:
-    """Whether a program gives several tiles of outputs: with one group of pairs the registers suffice."""
+def tiles_of_queries(tiles: Tiles, plan: Plan) -> Tiles:
+    """For the gradients of queries: one group is no loop that would load the next one ahead."""
+    if is_of_one_group(tiles, plan):
+        return tiles._replace(num_stages=2)
+    return _of_wide_heads(tiles)
+
+
+def _of_wide_heads(tiles: Tiles) -> Tiles:
+    """Eight warps hold the sums of wide heads, but share the rows of all other tiles badly."""
+    return Tiles(64, 4, 1) if tiles.block == 64 and tiles.num_warps == 8 else tiles
+
+
+def is_of_one_group(tiles: Tiles, plan: Plan) -> bool:
+    """Whether four warps work on one group of pairs: their registers suffice for several tiles of outputs."""
     return plan.is_single and tiles.num_warps == 4 and tiles.block == 64 and tiles.registers is None
 
 
-def tiles_of_keys(tiles: Tiles) -> Tiles:
+def tiles_of_keys(tiles: Tiles, plan: Plan) -> Tiles:
     """For the gradients of keys: two programs must fit the shared memory of a multiprocessor."""
-    return tiles._replace(num_stages=min(tiles.num_stages, 2))
+    if is_of_one_group(tiles, plan):
+        return tiles._replace(num_stages=1)
+    return tiles if plan.is_wide else tiles._replace(num_stages=min(tiles.num_stages, 2))
 
 
 class Axis(NamedTuple):
@@ -76,7 +93,9 @@ class Axis(NamedTuple):
     @classmethod
     def of(cls, queries: int, keys: int, shape: Shape, plan: Plan) -> "Axis":
         """Chunks so long that all their sums take no more memory than query, key, value and output."""
-        tiles = tiles_for(shape.dtype, shape.block_d, shape.block_v, plan.quadratic)
+        tiles = WIDE_TILES
+        if not plan.is_wide:
+            tiles = tiles_for(shape.dtype, shape.block_d, shape.block_v, plan.quadratic)
         rows = 2 * tiles.block * (shape.block_d + shape.block_v)
         # A map of constants alone has no features.
         chunk = max(1, cdiv(plan.num_features * shape.block_v, rows))
@@ -146,7 +165,7 @@ def attend(
     out = query.new_empty(*query.shape[:-1], shape.value_dim)
     by_row = [q.new_empty(q.shape[:-1], dtype=torch.float32) for _ in range(3)]
     if out.numel():
-        heads, several = q.shape[0] * q.shape[1], reads_several(axis.tiles, plan)
+        heads, several = q.shape[0] * q.shape[1], is_of_one_group(axis.tiles, plan)
         programs, each = axis.programs(axis.first_query, 1)[0], 1
         if several:
             each = min(_MOST_TILES, split(programs, heads, axis.tiles)[1])
@@ -171,7 +190,7 @@ def attend(
             UNIT=unit.code,
             SINGLE=several,
             CHUNK=axis.chunk,
-            **shape.constants(plan, tiles_of_read(axis.tiles, several)),
+            **shape.constants(plan, tiles_of_read(axis.tiles, plan)),
         )
     return [out, *by_row]
 
@@ -229,7 +248,7 @@ def attend_backward(
         *(grad_query, to_total, to_mean, to_floored, to_scale, *strides, *axis.from_tile(axis.first_query)),
         *(key_scale, unit.eps, *map_arguments(plan)),
         TRAINED=trained,
-        **shared,
+        **(shared | tiles_of_queries(axis.tiles, plan).compilation),
     )
     if not trained:
         del key_sums  # before those over queries take as much memory
@@ -243,7 +262,7 @@ def attend_backward(
             *(q, k, v, flat(mask, k), query_scale, g, *by_row, *sums, _earlier(count, k)),
             *(grad_key, grad_value),
             *(*strides, *axis.from_tile(axis.first_key), key_scale, unit.eps, *map_arguments(plan)),
-            **(shared | tiles_of_keys(axis.tiles).compilation),
+            **(shared | tiles_of_keys(axis.tiles, plan).compilation),
         )
     to_keys = (over_groups(x, like) for x, like in ((grad_key, key), (grad_value, value)))
     grads = [grad_query.view(query.shape), *to_keys, to_scale.sum((0, 2)).view(query_scale.shape)]

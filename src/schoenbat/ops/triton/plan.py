@@ -19,6 +19,8 @@ from schoenbat.ops.keeping import may_keep, may_reuse, reuse
 
 # Narrow groups where degrees differ: a group does as many levels as its highest degree has.
 GROUP = 32
+# For kernels that multiply by warp groups, which wide products keep busier: see `launch.takes_wide_groups`.
+WIDE_GROUP = 64
 GROUP_OF_PAIRS = 64
 # Of narrow heads, if that makes one group of all pairs.
 WIDE_GROUP_OF_PAIRS = 128
@@ -84,6 +86,17 @@ class Plan(NamedTuple):
         return self.identity and self.quadratic > 0 and self.num_groups == 1
 
     @property
+    def whole(self) -> int:
+        """How many groups of pairs bidirectional kernels keep at hand, beside identity features; or 0."""
+        is_whole = self.identity and self.quadratic and self.num_groups <= _most_whole(self.tiles.dtype)
+        return self.num_groups if is_whole else 0
+
+    @property
+    def is_wide(self) -> bool:
+        """Of several degrees, in wide groups."""
+        return not self.quadratic and self.group == WIDE_GROUP
+
+    @property
     def is_uneven(self) -> bool:
         """Groups of several degrees: one has more levels than another."""
         return not self.quadratic and self.num_groups > 1
@@ -94,33 +107,49 @@ class Plan(NamedTuple):
         return self.identity * self.tiles.shape[-2] + self.degrees.shape[0]
 
 
+def _most_whole(dtype: torch.dtype) -> int:
+    """Of how many groups the directions and sums fit the shared memory: see `Plan.whole`."""
+    return 3 if dtype.itemsize == 2 else 1
+
+
 _PLANS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def plan_for(
-    blocks: Blocks, weight: Tensor, dtype: torch.dtype, block_d: int, bidirectional: bool = False
+    blocks: Blocks,
+    weight: Tensor,
+    dtype: torch.dtype,
+    block_d: int,
+    bidirectional: bool = False,
+    wide: bool = False,
 ) -> Plan:
     """The plan of a map, kept as long as its `weight` lives; a map that changes has another one."""
     bidirectional = bidirectional and blocks.num_pairs > 0  # all others have one plan
-    make = partial(make_plan, blocks, weight, dtype, block_d, bidirectional)
+    form = dtype, block_d, bidirectional, wide
+    make = partial(make_plan, blocks, weight, *form)
     if not may_reuse(weight):
         return make()
     plans = _PLANS.setdefault(weight, {})
-    if (dtype, bidirectional) in plans:
-        return reuse(plans[dtype, bidirectional], weight)
+    if form in plans:
+        return reuse(plans[form], weight)
     if not may_keep(weight):
         return make()
     with torch.inference_mode(False):  # what is kept may be needed for training later
-        plans[dtype, bidirectional] = make()
-    return plans[dtype, bidirectional]
+        plans[form] = make()
+    return plans[form]
 
 
 def make_plan(
-    blocks: Blocks, weight: Tensor, dtype: torch.dtype, block_d: int, bidirectional: bool = False
+    blocks: Blocks,
+    weight: Tensor,
+    dtype: torch.dtype,
+    block_d: int,
+    bidirectional: bool = False,
+    wide: bool = False,
 ) -> Plan:
     """Directions in the rows' dtype, zeros where there is nothing.
 
-    Only bidirectional kernels take pairs of y = Pᵀx, and only of maps that are SINGLE there; for narrow heads
+    Only bidirectional kernels take pairs of y = Pᵀx, and only of maps that are WHOLE there; for narrow heads
     in one wide group. In loops over groups, and in causal kernels, such products give wrong gradients or
     illegal accesses.
 
@@ -132,7 +161,8 @@ def make_plan(
         linear = eye.expand(*blocks.linear.shape[:-1], -1)
         blocks = blocks._replace(linear=linear, identity=False)
     maps, dim = max(weight.shape[0], blocks.quadratic.shape[0]), blocks.quadratic.shape[-2]
-    layout = _made_once(_layout, *_counts(blocks), block_d, bidirectional, blocks.identity, weight.device)
+    most_whole = _most_whole(dtype) if bidirectional and blocks.identity else 0
+    layout = _made_once(_layout, *_counts(blocks), block_d, bidirectional, wide, most_whole, weight.device)
     columns = torch.cat([*blocks.maps, blocks.linear.new_zeros(*blocks.linear.shape[:-1], 1)], dim=-1)
     tiles = F.pad(columns.to(dtype), (0, 0, 0, block_d - dim)).index_select(-1, layout.columns)
     tiles = tiles.unflatten(-1, (layout.num_tiles, layout.group)).transpose(-3, -2)
@@ -203,18 +233,20 @@ def _layout(
     tail: tuple[int, ...],
     block_d: int,
     bidirectional: bool,
-    identity: bool,
+    wide: bool,
+    most_whole: int,
     device: torch.device,
 ) -> Layout:
     factors = _factor_columns(num_linear, directions, num_pairs, tail)
     quadratic = int(0 < num_pairs == len(factors))
-    wide = bidirectional and block_d <= 32 and GROUP_OF_PAIRS < num_pairs <= WIDE_GROUP_OF_PAIRS
-    group = (WIDE_GROUP_OF_PAIRS if wide else GROUP_OF_PAIRS) if quadratic else GROUP
+    group = WIDE_GROUP if wide else GROUP
+    if quadratic:
+        one = bidirectional and block_d <= 32 and GROUP_OF_PAIRS < num_pairs <= WIDE_GROUP_OF_PAIRS
+        group = WIDE_GROUP_OF_PAIRS if one else GROUP_OF_PAIRS
     columns, first = _arrange(factors, group, num_linear + directions + sum(tail))
     chosen = torch.zeros(0, group, dtype=torch.int64)
     width = max(16, 1 << (directions - 1).bit_length())
-    is_single = identity and quadratic > 0 and num_pairs <= group  # see `Plan.is_single`
-    if bidirectional and is_single and width < block_d:
+    if quadratic and num_pairs <= most_whole * group and width < block_d:
         # What does not exist is chosen from the zeros behind P.
         quadratic, chosen = width, torch.tensor(columns).view(-1, group)
         columns, first[-1] = [*range(directions), *[directions] * (group - directions)], 1
