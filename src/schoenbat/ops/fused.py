@@ -75,7 +75,7 @@ def accumulate(
 ) -> Sums:
     from schoenbat.ops.triton import library
 
-    plan, _, flags = lay_out(key, feature_map, key.dtype, value.shape[-1], bidirectional=True)
+    plan, _, flags = lay_out(key, feature_map, key.dtype, value.shape[-1])
     small = plan, flags, feature_map.key_scale, *as_unit(unit_rows)
     return Sums(*library.summarize(key, value, mask, *small))
 
@@ -84,7 +84,7 @@ def read(query: Tensor, before: Before, feature_map: FeatureMap, query_scale: Te
     from schoenbat.ops.triton import library
 
     value_dim = before.sums.feature_value.shape[-1]
-    plan, _, flags = lay_out(query, feature_map, query.dtype, value_dim, bidirectional=True)
+    plan, _, flags = lay_out(query, feature_map, query.dtype, value_dim)
     small = plan, feature_map.coefficients, query_scale, flags
     return library.read(query, list(before.sums), before.seen, *small)[0]
 
@@ -100,7 +100,7 @@ def attend(
 ) -> Tensor:
     from schoenbat.ops.triton import library
 
-    plan, trained, flags = lay_out(query, feature_map, query.dtype, value.shape[-1], bidirectional=True)
+    plan, trained, flags = lay_out(query, feature_map, query.dtype, value.shape[-1])
     small = plan, trained, feature_map.coefficients, query_scale, flags, feature_map.key_scale
     unit = as_unit(unit_rows)
     return in_parts(value, lambda part: library.attend(query, key, part, mask, *small, *unit)[0])
@@ -119,7 +119,7 @@ def attend_causal(
     from schoenbat.ops.triton import library
     from schoenbat.ops.triton.launch_causal import keys_seen
 
-    plan, trained, flags = lay_out(query, feature_map, query.dtype, value.shape[-1])
+    plan, trained, flags = lay_out(query, feature_map, query.dtype)
     small = plan, trained, feature_map.coefficients, query_scale, flags, feature_map.key_scale
     unit, seen = as_unit(unit_rows), keys_seen(mask, query.shape[-2])
     sums, count = ([], None) if before is None else (list(before.sums), before.seen)
@@ -142,21 +142,17 @@ def in_parts(value: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def lay_out(
-    query: Tensor,
-    feature_map: FeatureMap,
-    dtype: torch.dtype,
-    value_dim: int | None = None,
-    *,
-    bidirectional: bool = False,
+    query: Tensor, feature_map: FeatureMap, dtype: torch.dtype, value_dim: int | None = None
 ) -> tuple[list[Tensor], list[Tensor], list[int]]:
-    """The map as the kernels take it, and what of it is trained; `value_dim` where groups may be wide."""
+    """The map as the kernels take it, and what of it is trained; with `value_dim` for bidirectional ones."""
     from schoenbat.ops.triton import launch, plan
 
     both, block_d = (feature_map.blocks, feature_map.weight), launch.padded(query.shape[-1])
     trained = plan.trained_map(*both) if _is_trained(feature_map) else []
     is_wide = value_dim is not None and launch.takes_wide_groups(dtype, block_d, launch.padded(value_dim))
+    form = value_dim is not None, is_wide and not trained
     with torch.no_grad():  # gradients go to what is trained, not through the plan
-        planned = plan.plan_for(*both, dtype, block_d, bidirectional, is_wide and not trained)
+        planned = plan.plan_for(*both, dtype, block_d, *form)
     return planned.tensors, trained, planned.flags
 
 

@@ -145,11 +145,11 @@ def shape_of(width, dtype):
     return Shape(4, 8, 1, width, value_dim, padded(width), padded(value_dim), dtype)
 
 
-def plan_of(shape, quadratic, num_features, *, bidirectional=False, wide=False):
+def plan_of(shape, quadratic, num_features, *, bidirectional=False):
     """Pairs beside identity features, or many degrees, as a call lays them out."""
     options = {"construction": "exact-low"} if quadratic else {"construction": "unbiased", "scale": 4.0}
     drawn = MaclaurinFeatures(shape.dim, num_features, **options, seed=0).map(shape.dtype)
-    wide = wide and takes_wide_groups(shape.dtype, shape.block_d, shape.block_v)
+    wide = bidirectional and takes_wide_groups(shape.dtype, shape.block_d, shape.block_v)
     return make_plan(drawn.blocks, drawn.weight, shape.dtype, shape.block_d, bidirectional, wide)
 
 
@@ -186,10 +186,10 @@ def attention_cases():
         for dtype in (torch.bfloat16, torch.float32):
             if dtype == torch.bfloat16 or (width, num_features) == (64, 128):
                 shape = shape_of(width, dtype)
-                plan = plan_of(shape, quadratic, num_features, bidirectional=True, wide=True)
+                plan = plan_of(shape, quadratic, num_features, bidirectional=True)
                 yield from bidirectional_cases(shape, plan)
         shape = shape_of(width, torch.bfloat16)
-        yield from causal_cases(shape, plan_of(shape, quadratic, num_features, wide=True))
+        yield from causal_cases(shape, plan_of(shape, quadratic, num_features))
         if width in (64, 128):
             yield from window_cases(shape, plan_of(shape, quadratic, num_features))
 

@@ -33,7 +33,7 @@ def test_matches_the_specification(dtype, construction, queries, keys):
     [("unbiased", 64, 100), ("unbiased", 100, 150), ("exact-low", 64, 256), ("exact-low", 128, 256)],
 )
 def test_maps_that_have_tiles_of_their_own_in_half_precision(construction, head_dim, num_features, is_causal):
-    """Wide groups of many degrees; several groups of pairs, at hand where it is not causal."""
+    """Wide groups of many degrees, several groups of pairs at hand; neither where it is causal."""
     features = make_map(construction, head_dim, num_features, dtype=torch.float32, device=DEVICE)
     tensors = [rows(1, 2, 90, head_dim, seed=i, dtype=torch.float16) for i in range(3)]
     assert_close_to_specification(features, tensors, torch.tensor([0.7, 2.0]), is_causal=is_causal)

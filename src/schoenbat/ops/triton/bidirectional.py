@@ -377,7 +377,6 @@ def key_backward(
     p_dkey_mean += i_state * BLOCK_D
     p_value_mean += i_state * BLOCK_V
     p_to_mean += i_state * BLOCK_V
-    b_ones = tl.full([BLOCK], 1.0, tl.float32)
     if WHOLE:
         b_tiles = _whole_tiles(
             p_dsums, p_dtotals, p_dkey_mean, p_tiles, p_linear, dtype, WHOLE, QUADRATIC, BLOCK_D, BLOCK_V, GROUP
@@ -397,8 +396,10 @@ def key_backward(
             store_tile(p_dvalue + i_state * N * DV, start, b_dv, m_in, DV, BLOCK, BLOCK_V)
             b_value = load_tile(p_value, start, stride_vn, m_n, DV, BLOCK, BLOCK_V).to(tl.float32)
             b_rows = (b_value - tl.load(p_value_mean + o_v)[None, :]).to(dtype)
+            # Not of ones alone: an operand that is the same in every turn of a loop may be lost, see docs/kernels.md.
+            b_seen = m_n.to(tl.float32)
             b_dx = _whole_backward(
-                b_rows, _twice(b_ones, b_ones, dtype), b_x, scale, b_tiles, p_tiles, p_root, WHOLE, QUADRATIC, BLOCK_D, GROUP,
+                b_rows, _twice(b_seen, b_seen, dtype), b_x, scale, b_tiles, p_tiles, p_root, WHOLE, QUADRATIC, BLOCK_D, GROUP,
                 PRECISION,
             )  # fmt: skip
         else:

@@ -10,7 +10,6 @@ from torch import Tensor
 from schoenbat.ops.triton import causal, causal_keys, causal_sums
 from schoenbat.ops.triton.launch import (
     FEWER_REGISTERS,
-    WIDE_TILES,
     Shape,
     Tiles,
     Unit,
@@ -48,7 +47,7 @@ def tiles_of_read(tiles: Tiles, plan: Plan) -> Tiles:
     """For outputs: several tiles to a program, loaded ahead, or more programs of fewer registers."""
     if is_of_one_group(tiles, plan):
         return tiles._replace(num_stages=2)
-    if tiles.num_warps == 4 and tiles.block == 64 and plan.quadratic:
+    if tiles.num_warps == 4 and tiles.block == 64:
         return tiles._replace(registers=FEWER_REGISTERS)
     return _of_wide_heads(tiles)
 
@@ -74,7 +73,7 @@ def tiles_of_keys(tiles: Tiles, plan: Plan) -> Tiles:
     """For the gradients of keys: two programs must fit the shared memory of a multiprocessor."""
     if is_of_one_group(tiles, plan):
         return tiles._replace(num_stages=1)
-    return tiles if plan.is_wide else tiles._replace(num_stages=min(tiles.num_stages, 2))
+    return tiles._replace(num_stages=min(tiles.num_stages, 2))
 
 
 class Axis(NamedTuple):
@@ -93,9 +92,7 @@ class Axis(NamedTuple):
     @classmethod
     def of(cls, queries: int, keys: int, shape: Shape, plan: Plan) -> "Axis":
         """Chunks so long that all their sums take no more memory than query, key, value and output."""
-        tiles = WIDE_TILES
-        if not plan.is_wide:
-            tiles = tiles_for(shape.dtype, shape.block_d, shape.block_v, plan.quadratic)
+        tiles = tiles_for(shape.dtype, shape.block_d, shape.block_v, plan.quadratic)
         rows = 2 * tiles.block * (shape.block_d + shape.block_v)
         # A map of constants alone has no features.
         chunk = max(1, cdiv(plan.num_features * shape.block_v, rows))
