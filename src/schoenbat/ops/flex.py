@@ -7,9 +7,20 @@ import torch
 from torch import Tensor
 
 
-@cache
 def compiled_flex() -> Callable[..., Tensor]:
-    """``torch.nn.attention.flex_attention.flex_attention`` through ``torch.compile``."""
+    """``torch.nn.attention.flex_attention.flex_attention`` through ``torch.compile``.
+
+    As it is where a compiler traces: it is compiled with what is around it.
+    """
+    from torch.nn.attention.flex_attention import flex_attention
+
+    if torch.compiler.is_compiling():
+        return flex_attention
+    return _compiled()
+
+
+@cache
+def _compiled() -> Callable[..., Tensor]:
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention)

@@ -37,6 +37,7 @@ from schoenbat.ops.triton.launch import (
     takes_wide_groups,
     tiles_for,
     tiles_of_gradients,
+    tiles_of_read,
     tiles_of_sums,
 )
 from schoenbat.ops.triton.launch_causal import (
@@ -44,9 +45,9 @@ from schoenbat.ops.triton.launch_causal import (
     is_of_one_group,
     tiles_of_keys,
     tiles_of_queries,
-    tiles_of_read,
 )
 from schoenbat.ops.triton.launch_causal import tiles_for as causal_tiles_for
+from schoenbat.ops.triton.launch_causal import tiles_of_read as causal_tiles_of_read
 from schoenbat.ops.triton.launch_decode import NEAR_KEYS
 from schoenbat.ops.triton.launch_map import tiles_of_map
 from schoenbat.ops.triton.launch_window import tiles_for as window_tiles_for
@@ -200,7 +201,7 @@ def bidirectional_cases(shape, plan):
     sums = {"SEPARATE": separate, "PARTS": plan.num_groups + separate}
     of_sums = tiles_of_sums(tiles, shape.block_d, shape.block_v)
     yield bidirectional_sums.summarize, shape, plan, of_sums, sums
-    yield bidirectional.read, shape, plan, tiles, {}
+    yield bidirectional.read, shape, plan, tiles_of_read(tiles, plan), {}
     for kernel in (bidirectional.read_backward, bidirectional.key_backward):
         yield kernel, shape, plan, tiles_of_gradients(tiles, plan), {}
     if plan.whole == 1 and shape.dim == 64 and shape.dtype == torch.bfloat16:
@@ -213,7 +214,13 @@ def causal_cases(shape, plan):
     yield causal_sums.accumulate, shape, plan, tiles, {}
     if plan.is_single and shape.dim == 64:
         yield causal_sums.scan, shape, plan, tiles, {}
-    yield causal.read, shape, plan, tiles_of_read(tiles, plan), {"SINGLE": is_of_one_group(tiles, plan)}
+    yield (
+        causal.read,
+        shape,
+        plan,
+        causal_tiles_of_read(tiles, plan),
+        {"SINGLE": is_of_one_group(tiles, plan)},
+    )
     yield causal.query_backward, shape, plan, tiles_of_queries(tiles, plan), {}
     yield causal_keys.key_backward, shape, plan, tiles_of_keys(tiles, plan), {}
 

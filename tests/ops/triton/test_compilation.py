@@ -14,7 +14,7 @@ SHARED_MEMORY = 227 * 1024
 SPILLED_BY_WIDE_HEADS = 760
 # Causal kernels and those of windows hold scores beside their accumulators.
 SPILLED_BY_SCORES = 128
-SPILLED_BY_MANY_DEGREES = 400
+SPILLED_BY_MANY_DEGREES = 520
 # Where a map stays at hand for all tiles, some kernels spill and are faster: docs/kernels.md.
 SPILLED_BY_WHOLE_MAPS = 400
 # Two warps for any map that is trained, and twice as much for wide heads.

@@ -73,6 +73,11 @@ def tiles_of_sums(tiles: Tiles, block_d: int, block_v: int) -> Tiles:
     return tiles._replace(registers=FEWER_REGISTERS) if is_narrow else tiles
 
 
+def tiles_of_read(tiles: Tiles, plan: Plan) -> Tiles:
+    """For outputs: of wide heads, two programs fit the shared memory of a multiprocessor with one stage."""
+    return tiles_of_gradients(tiles, plan) if tiles.block == 128 else tiles
+
+
 def tiles_of_gradients(tiles: Tiles, plan: Plan) -> Tiles:
     """For gradients: what several groups keep in shared memory leaves no room to load tiles ahead."""
     if plan.whole < 2:
@@ -228,7 +233,7 @@ def read(
     unit: Unit,
 ) -> Tensor:
     """Each query row's output."""
-    q, tiles = as_rows(query), shape.tiles(plan)
+    q, tiles = as_rows(query), tiles_of_read(shape.tiles(plan), plan)
     out = query.new_empty(*query.shape[:-1], shape.value_dim)
     if out.numel():
         splits, tiles_each = split(_row_tiles(q, tiles), q.shape[0] * q.shape[1], tiles)
@@ -394,7 +399,7 @@ def _summarize(
     separate = not plan.num_groups or (plan.num_groups > 1 and plan.identity)
     kinds = plan.num_groups + separate
     # They take unequally long: of shorter programs none is left over at the end.
-    programs = batch * heads * kinds // (4 if kinds > 1 else 1)
+    programs = batch * heads * kinds // (4 if plan.is_uneven else 3 if kinds > 1 else 1)
     splits, tiles_each = split(_row_tiles(x, tiles), programs, tiles)
     shapes = summary_shapes(shape, plan)
     sums = [x.new_empty(batch * heads * splits, *s, dtype=torch.float32) for s in shapes]
