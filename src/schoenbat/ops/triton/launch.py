@@ -42,8 +42,8 @@ def tiles_for(dtype: torch.dtype, block_d: int, block_v: int, quadratic: int) ->
     """By shape alone.
 
     Four warps are a Hopper warp group, and the asynchronous products of one go wrong where Triton 3.6
-    compiles them for a loop of run-time length (other numbers from run to run) or for values narrower than
-    the keys (illegal accesses). Two warps multiply without them, and so do four on tiles of 16 rows.
+    compiles narrow ones for a loop of run-time length (other numbers from run to run) or for values narrower
+    than the keys (illegal accesses). Two warps multiply without them, and so do four on tiles of 16 rows.
     """
     widest = max(block_d, block_v)
     if dtype == torch.float32:
