@@ -149,8 +149,8 @@ def lay_out(
 
     both, block_d = (feature_map.blocks, feature_map.weight), launch.padded(query.shape[-1])
     trained = plan.trained_map(*both) if _is_trained(feature_map) else []
-    is_wide = value_dim is not None and launch.takes_wide_groups(dtype, block_d, launch.padded(value_dim))
-    form = value_dim is not None, is_wide and not trained
+    wide = value_dim is not None and launch.takes_wide_groups(query, dtype, launch.padded(value_dim))
+    form = value_dim is not None, wide and not trained  # see `plan.narrowed`
     with torch.no_grad():  # gradients go to what is trained, not through the plan
         planned = plan.plan_for(*both, dtype, block_d, *form)
     return planned.tensors, trained, planned.flags

@@ -34,6 +34,7 @@ from schoenbat.ops.triton.launch import (
     Shape,
     Tiles,
     padded,
+    parts_of_sums,
     takes_wide_groups,
     tiles_for,
     tiles_of_gradients,
@@ -150,7 +151,7 @@ def plan_of(shape, quadratic, num_features, *, bidirectional=False):
     """Pairs beside identity features, or many degrees, as a call lays them out."""
     options = {"construction": "exact-low"} if quadratic else {"construction": "unbiased", "scale": 4.0}
     drawn = MaclaurinFeatures(shape.dim, num_features, **options, seed=0).map(shape.dtype)
-    wide = bidirectional and takes_wide_groups(shape.dtype, shape.block_d, shape.block_v)
+    wide = bidirectional and takes_wide_groups(torch.empty(0, shape.dim), shape.dtype, shape.block_v)
     return make_plan(drawn.blocks, drawn.weight, shape.dtype, shape.block_d, bidirectional, wide)
 
 
@@ -191,14 +192,13 @@ def attention_cases():
                 yield from bidirectional_cases(shape, plan)
         shape = shape_of(width, torch.bfloat16)
         yield from causal_cases(shape, plan_of(shape, quadratic, num_features))
-        if width in (64, 128):
+        if (width, num_features) in ((64, 128), (128, 256)):
             yield from window_cases(shape, plan_of(shape, quadratic, num_features))
 
 
 def bidirectional_cases(shape, plan):
     tiles = shape.tiles(plan)
-    separate = plan.num_groups > 1 and plan.identity
-    sums = {"SEPARATE": separate, "PARTS": plan.num_groups + separate}
+    sums = dict(zip(("SEPARATE", "PARTS"), parts_of_sums(plan), strict=True))
     of_sums = tiles_of_sums(tiles, shape.block_d, shape.block_v)
     yield bidirectional_sums.summarize, shape, plan, of_sums, sums
     yield bidirectional.read, shape, plan, tiles_of_read(tiles, plan), {}
@@ -229,7 +229,7 @@ def window_cases(shape, plan):
     """Of wide heads only what takes most."""
     tiles = window_tiles_for(shape.dtype, shape.block_d, shape.block_v, plan.quadratic)
     yield window_backward.key_backward, shape, plan, tiles, {}
-    if shape.dim == 64 and plan.num_groups < 3 + 2 * (not plan.quadratic):
+    if shape.dim == 64:
         yield window.read, shape, plan, tiles, {}
         yield window_backward.query_backward, shape, plan, tiles, {}
 

@@ -27,16 +27,27 @@ def test_matches_the_specification(dtype, construction, queries, keys):
     assert_close_to_specification(features, tensors, torch.tensor([0.7, 2.5]))
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(
-    ("construction", "head_dim", "num_features"),
-    [("unbiased", 64, 100), ("unbiased", 100, 150), ("exact-low", 64, 256), ("exact-low", 128, 256)],
+    ("construction", "head_dim", "value_dim", "num_features"),
+    [
+        ("unbiased", 64, 64, 200),
+        ("unbiased", 100, 120, 80),
+        ("exact-low", 64, 64, 256),
+        ("exact-low", 60, 40, 250),
+        ("exact-low", 128, 128, 256),
+    ],
 )
-def test_maps_that_have_tiles_of_their_own_in_half_precision(construction, head_dim, num_features, is_causal):
-    """Wide groups of many degrees, several groups of pairs at hand; neither where it is causal."""
-    features = make_map(construction, head_dim, num_features, dtype=torch.float32, device=DEVICE)
-    tensors = [rows(1, 2, 90, head_dim, seed=i, dtype=torch.float16) for i in range(3)]
-    assert_close_to_specification(features, tensors, torch.tensor([0.7, 2.0]), is_causal=is_causal)
+def test_forms_of_half_precision(few_programs, construction, head_dim, value_dim, num_features):
+    """Wide groups of many degrees, several and one; several groups of pairs at hand.
+
+    Several tiles to a program.
+    """
+    features = make_map(construction, head_dim, num_features, dtype=torch.float32, device=DEVICE, num_heads=2)
+    query = rows(1, 4, 150, head_dim, seed=0, dtype=torch.float16)
+    key, value = (rows(1, 2, 150, d, seed=i, dtype=torch.float16) for i, d in ((1, head_dim), (2, value_dim)))
+    mask = (torch.rand(1, 150, generator=torch.Generator().manual_seed(0)) > 0.3).to(DEVICE)
+    options = {"key_mask": mask, "enable_gqa": True, "unit_rows": UnitRows(True, 1e-5)}
+    assert_close_to_specification(features, [query, key, value], torch.linspace(0.7, 2.0, 4), **options)
 
 
 @pytest.mark.gpu

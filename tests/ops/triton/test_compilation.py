@@ -15,8 +15,10 @@ SPILLED_BY_WIDE_HEADS = 760
 # Causal kernels and those of windows hold scores beside their accumulators.
 SPILLED_BY_SCORES = 128
 SPILLED_BY_MANY_DEGREES = 520
-# Where a map stays at hand for all tiles, some kernels spill and are faster: docs/kernels.md.
-SPILLED_BY_WHOLE_MAPS = 400
+# Where a map stays at hand for all tiles, gradients and causal outputs spill and are faster: docs/kernels.md.
+SPILLED_BY_WHOLE_MAPS = 270
+# One group of all pairs of narrow heads; with Triton 3.6 less.
+SPILLED_BY_SUMS_OF_A_WIDE_GROUP = 400
 # Two warps for any map that is trained, and twice as much for wide heads.
 SPILLED_BY_TRAINED_MAPS = 750
 # A decoding step of two warps was still the fastest.
@@ -46,13 +48,17 @@ def allowed(usage):
         return SPILLED_BY_DECODING
     if usage["dtype"] == "torch.bfloat16" and not usage["quadratic"]:
         return SPILLED_BY_MANY_DEGREES
-    if usage["quadratic"] > 1 or usage.get("SINGLE"):
+    if usage["kernel"] == "bidirectional_sums.summarize" and usage["width"] == 32:
+        return SPILLED_BY_SUMS_OF_A_WIDE_GROUP
+    if usage["kernel"].startswith("bidirectional.") and usage["kernel"].endswith("_backward"):
+        return SPILLED_BY_WHOLE_MAPS
+    if usage.get("SINGLE"):
         return SPILLED_BY_WHOLE_MAPS
     return SPILLED_BY_SCORES if usage["kernel"].startswith(("causal", "window")) else 64
 
 
 def test_nothing_spills_more_than_is_known(usages):
-    assert len(usages) == 101
+    assert len(usages) == 100
     for usage in usages:
         assert usage["stack"] <= allowed(usage), usage
 

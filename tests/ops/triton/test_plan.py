@@ -33,3 +33,46 @@ def test_layouts_of_maps_that_are_drawn_again_and_again_are_let_go():
     for linear in range(1, kept.cache_info().maxsize + 10):
         plan._made_once(plan._layout, linear, 0, 0, (), 16, False, False, 0, torch.device("cpu"))
     assert kept.cache_info().currsize == kept.cache_info().maxsize
+
+
+@pytest.mark.parametrize(("construction", "num_features"), [("exact-low", 256), ("unbiased", 100)])
+def test_gpus_with_less_memory_have_smaller_tiles(monkeypatch, construction, num_features):
+    from schoenbat.ops import fused
+    from schoenbat.ops.triton import plan
+
+    query = torch.zeros(1, 1, 1, 1, 64)
+
+    def laid_out():
+        features = make_map(construction, 64, num_features, dtype=torch.float32)
+        tensors, _, flags = fused.lay_out(query, features.map(torch.float32), torch.float16, 64)
+        return plan.Plan.of(tensors, flags)
+
+    large = laid_out()
+    assert (large.whole, large.is_wide) == ((3, False) if construction == "exact-low" else (0, True))
+    for module in ("plan", "launch"):
+        monkeypatch.setattr(f"schoenbat.ops.triton.{module}.is_roomy", lambda device: False)
+    small = laid_out()
+    assert (small.whole, small.is_wide) == (0, False)
+
+
+def test_how_much_memory_there_is_is_known_to_a_compiler(monkeypatch):
+    from schoenbat.ops.triton import plan
+
+    monkeypatch.setattr(plan, "HOPPER_MEMORY", 100)
+    monkeypatch.setattr(plan, "_shared_memory", lambda device: 99 + device.index)
+
+    def call(x, device):
+        return x + plan.is_roomy(device)
+
+    for index in (0, 1):
+        compiled = torch.compile(call, backend="eager", fullgraph=True)
+        assert compiled(torch.zeros(1), torch.device("cuda", index)).item() == index
+        torch.compiler.reset()
+
+
+def test_a_wide_map_is_not_one_to_train():
+    from schoenbat.ops.triton.plan import make_plan, narrowed
+
+    feature_map = make_map("unbiased", 64, 100, dtype=torch.float32).map(torch.float32)
+    with pytest.raises(ValueError, match="narrow groups"):
+        narrowed(make_plan(feature_map.blocks, feature_map.weight, torch.float16, 64, wide=True))

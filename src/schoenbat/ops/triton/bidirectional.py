@@ -3,8 +3,8 @@
 `read` gives each query row its output, `read_backward` its gradient and what `summarize` needs from it,
 `key_backward` the gradients of keys and values.
 
-A program works on some row tiles of one head. A map that is WHOLE has identity features and few groups of pairs, so many:
-it and a head's sums are loaded once for all tiles. Names are those of `features`; m_ are masks.
+A program works on some row tiles of one head. WHOLE is how many groups of pairs stay at hand beside identity features, 0 for
+none: then the map and a head's sums are loaded once for all tiles. Names are those of `features`; m_ are masks.
 """
 
 import triton
@@ -46,10 +46,10 @@ def _group_sums(p_sums, p_totals, o_first, ROWS: tl.constexpr, BLOCK_V: tl.const
 @triton.jit
 def _columns(b_first, b_second, dtype: tl.constexpr):
     """Two vectors as columns of a narrow tile, each the sum of two in `dtype`: what it is rounded to, and the rest."""
-    o_c = tl.arange(0, NARROW)[None, :]
-    b_both = tl.where(o_c < 4, tl.where(o_c < 2, b_first[:, None], b_second[:, None]), 0.0)
+    b_both = _twice(b_first, b_second, tl.float32)
     b_rounded = b_both.to(dtype)
-    return tl.where(o_c % 2 == 0, b_rounded, (b_both - b_rounded.to(tl.float32)).to(dtype))
+    is_rounded = tl.arange(0, NARROW)[None, :] % 2 == 0
+    return tl.where(is_rounded, b_rounded, (b_both - b_rounded.to(tl.float32)).to(dtype))
 
 
 @triton.jit
@@ -89,14 +89,14 @@ def _read_whole(
     """What `_read_rows` gives, and the mean logit."""
     b_s1, b_z1, b_first, b_groups = b_tiles
     b_y = projected(b_x, b_first, QUADRATIC, PRECISION)
-    b_small = tl.dot(b_x, b_z1, input_precision=PRECISION) * scale
+    b_small = tl.dot(b_x, b_z1, input_precision="ieee") * scale
     for i_group in tl.static_range(WHOLE):
         b_s2, b_z2, b_left, b_right = b_groups[i_group]
         b_root = tl.load(p_root + i_group * GROUP + tl.arange(0, GROUP))
         b_phi = pairs(b_y, b_left, b_right, b_root, scale, PRECISION).to(b_x.dtype)
-        if i_group == 0:
+        if i_group == 0:  # after the features: until then it would take registers
             b_numerator = tl.dot(b_x, b_s1, input_precision=PRECISION) * scale
-        b_small += tl.dot(b_phi, b_z2, input_precision=PRECISION)
+        b_small += tl.dot(b_phi, b_z2, input_precision="ieee")
         b_numerator += tl.dot(b_phi, b_s2, input_precision=PRECISION)
     return b_numerator, _of_columns(b_small, 0), _of_columns(b_small, 1)
 
@@ -113,14 +113,14 @@ def _whole_backward(
     for i_group in tl.static_range(WHOLE):
         b_s2, b_z2, b_left, b_right = b_groups[i_group]
         b_root = tl.load(p_root + i_group * GROUP + tl.arange(0, GROUP))
-        b_dphi = tl.dot(b_dsmall, tl.trans(b_z2), input_precision=PRECISION)
+        b_dphi = tl.dot(b_dsmall, tl.trans(b_z2), input_precision="ieee")
         b_dphi += tl.dot(b_rows, tl.trans(b_s2), input_precision=PRECISION)
         if WHOLE > 1 or GROUP > BLOCK_D:
             # The factors of so many do not fit the registers until now: from directions loaded again they are formed again.
             b_left, b_right = pair_directions(p_tiles, i_group, QUADRATIC, BLOCK_D, GROUP)
         b_dy += pairs_backward(b_dphi * (b_root * scale)[None, :], b_y, b_left, b_right, PRECISION)
     b_dx = projected_backward(b_dy, b_first, QUADRATIC, PRECISION)
-    b_dx += tl.dot(b_dsmall, tl.trans(b_z1), input_precision=PRECISION)
+    b_dx += tl.dot(b_dsmall, tl.trans(b_z1), input_precision="ieee")
     return b_dx + tl.dot(b_rows, tl.trans(b_s1), input_precision=PRECISION)
 
 
@@ -156,6 +156,12 @@ def _read_rows(
         b_numerator += tl.dot(b_phi.to(b_x.dtype), b_s.to(b_x.dtype), input_precision=PRECISION)
         b_total += tl.sum(b_phi * b_z[None, :], axis=1)
     return b_numerator, b_total
+
+
+@triton.jit
+def _mean_logit(b_x, scale, p_key_mean, BLOCK_D: tl.constexpr):
+    b_key_mean = tl.load(p_key_mean + tl.arange(0, BLOCK_D))
+    return scale * tl.sum(b_x.to(tl.float32) * b_key_mean[None, :], axis=1)
 
 
 @triton.jit
@@ -218,9 +224,7 @@ def read(
                 b_x, scale, p_sums, p_totals, p_tiles, p_root, p_linear, p_degrees, p_first, num_groups, IDENTITY, QUADRATIC,
                 BLOCK_D, BLOCK_V, BLOCK, GROUP, PRECISION,
             )  # fmt: skip
-            b_logit = scale * tl.sum(
-                b_x.to(tl.float32) * tl.load(p_key_mean + tl.arange(0, BLOCK_D))[None, :], axis=1
-            )
+            b_logit = _mean_logit(b_x, scale, p_key_mean, BLOCK_D)
         b_total += constant
         b_floor, _ = _floor(b_logit, zeroth, slope)
         b_floored = _above(b_total, b_floor, b_total < b_floor)
@@ -282,9 +286,7 @@ def read_backward(
                 b_x, scale, p_sums, p_totals, p_tiles, p_root, p_linear, p_degrees, p_first, num_groups, IDENTITY, QUADRATIC,
                 BLOCK_D, BLOCK_V, BLOCK, GROUP, PRECISION,
             )  # fmt: skip
-            b_logit = scale * tl.sum(
-                b_x.to(tl.float32) * tl.load(p_key_mean + tl.arange(0, BLOCK_D))[None, :], axis=1
-            )
+            b_logit = _mean_logit(b_x, scale, p_key_mean, BLOCK_D)
         b_total += constant
         b_floor, b_exponent = _floor(b_logit, zeroth, slope)
         m_below = b_total < b_floor

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from schoenbat.ops.triton import bidirectional, bidirectional_sums
-from schoenbat.ops.triton.plan import Plan
+from schoenbat.ops.triton.plan import Plan, is_roomy
 
 # Two programs at a time for each of a large GPU's 132 multiprocessors; of two warps, twice as many fit.
 _PROGRAMS = 264
@@ -57,12 +57,13 @@ def tiles_for(dtype: torch.dtype, block_d: int, block_v: int, quadratic: int) ->
     return Tiles(64, 4, 3) if widest <= 64 else Tiles(128, 8, 2)
 
 
-def takes_wide_groups(dtype: torch.dtype, block_d: int, block_v: int) -> bool:
+def takes_wide_groups(query: Tensor, dtype: torch.dtype, block_v: int) -> bool:
     """Whether kernels for many degrees multiply by warp groups: where all products are 64 wide or wider.
 
     Of narrower ones some end in illegal accesses, and at d = 32 those that are right are slower.
     """
-    return dtype != torch.float32 and block_d == block_v and block_d in (64, 128)
+    block_d = padded(query.shape[-1])
+    return dtype != torch.float32 and block_d == block_v and block_d in (64, 128) and is_roomy(query.device)
 
 
 def tiles_of_sums(tiles: Tiles, block_d: int, block_v: int) -> Tiles:
@@ -74,12 +75,12 @@ def tiles_of_sums(tiles: Tiles, block_d: int, block_v: int) -> Tiles:
 
 
 def tiles_of_read(tiles: Tiles, plan: Plan) -> Tiles:
-    """For outputs: of wide heads, two programs fit the shared memory of a multiprocessor with one stage."""
-    return tiles_of_gradients(tiles, plan) if tiles.block == 128 else tiles
+    """For outputs: of wide heads and two groups, two programs then fit the shared memory."""
+    return Tiles(64, 4, 1) if tiles.block == 128 and plan.whole == 2 else tiles
 
 
 def tiles_of_gradients(tiles: Tiles, plan: Plan) -> Tiles:
-    """For gradients: what several groups keep in shared memory leaves no room to load tiles ahead."""
+    """For gradients of several groups at hand: their shared memory leaves no room to load tiles ahead."""
     if plan.whole < 2:
         return tiles
     return tiles._replace(block=min(tiles.block, 64), num_warps=min(tiles.num_warps, 4), num_stages=1)
@@ -396,14 +397,13 @@ def _summarize(
     """Parts of Σφ(x) rowᵀ, Σφ(x) w, Σx u and Σrow, ``(B·H·splits, ...)``; see the kernel."""
     batch, heads, n, _ = x.shape
     tiles = tiles_of_sums(shape.tiles(plan), shape.block_d, shape.block_v)
-    separate = not plan.num_groups or (plan.num_groups > 1 and plan.identity)
-    kinds = plan.num_groups + separate
-    # They take unequally long: of shorter programs none is left over at the end.
-    programs = batch * heads * kinds // (4 if plan.is_uneven else 3 if kinds > 1 else 1)
+    separate, num_parts = parts_of_sums(plan)
+    # Parts take unequally long, most of all those of several degrees: of shorter programs none is left over.
+    programs = batch * heads * num_parts // (4 if plan.is_uneven else 3 if num_parts > 1 else 1)
     splits, tiles_each = split(_row_tiles(x, tiles), programs, tiles)
     shapes = summary_shapes(shape, plan)
     sums = [x.new_empty(batch * heads * splits, *s, dtype=torch.float32) for s in shapes]
-    bidirectional_sums.summarize[(kinds * splits * batch * heads,)](
+    bidirectional_sums.summarize[(num_parts * splits * batch * heads,)](
         *(x, rows, flat(mask, x), x if query_scale is None else query_scale, *(by_row or (x, x, x)), *sums),
         *(*x.stride()[:3], *rows.stride()[:3], n, tiles_each, splits, key_scale),
         *(unit.eps, *map_arguments(plan)),
@@ -411,12 +411,18 @@ def _summarize(
         GROUPS=shape.groups,
         HAS_MASK=mask is not None,
         IS_QUERY=by_row is not None,
-        PARTS=kinds,
+        PARTS=num_parts,
         SEPARATE=separate,
         UNIT=unit.code,
         **shape.constants(plan, tiles),
     )
     return sums
+
+
+def parts_of_sums(plan: Plan) -> tuple[bool, int]:
+    """Whether what has no group is a part of its own, and how many parts there are: see `summarize`."""
+    separate = not plan.num_groups or (plan.num_groups > 1 and plan.identity)
+    return separate, plan.num_groups + separate
 
 
 def split(pieces: int, others: int, tiles: Tiles) -> tuple[int, int]:

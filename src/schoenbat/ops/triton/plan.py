@@ -5,7 +5,7 @@ out once, too: see `plan_for`.
 """
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ GROUP_OF_PAIRS = 64
 # Of narrow heads, if that makes one group of all pairs.
 WIDE_GROUP_OF_PAIRS = 128
 WIDEST_IDENTITY = 128
+HOPPER_MEMORY = 227 * 1024
 
 
 class Layout(NamedTuple):
@@ -82,14 +83,14 @@ class Plan(NamedTuple):
 
     @property
     def is_single(self) -> bool:
-        """Identity features and one group of pairs: kernels keep such a map, and a head's sums, at hand."""
+        """Identity features and one group of pairs: causal kernels may load its directions once."""
         return self.identity and self.quadratic > 0 and self.num_groups == 1
 
     @property
     def whole(self) -> int:
         """How many groups of pairs bidirectional kernels keep at hand, beside identity features; or 0."""
-        is_whole = self.identity and self.quadratic and self.num_groups <= _most_whole(self.tiles.dtype)
-        return self.num_groups if is_whole else 0
+        most = _most_whole(self.tiles.dtype, self.tiles.device)
+        return self.num_groups if self.identity and self.quadratic and self.num_groups <= most else 0
 
     @property
     def is_wide(self) -> bool:
@@ -107,9 +108,23 @@ class Plan(NamedTuple):
         return self.identity * self.tiles.shape[-2] + self.degrees.shape[0]
 
 
-def _most_whole(dtype: torch.dtype) -> int:
+def _most_whole(dtype: torch.dtype, device: torch.device) -> int:
     """Of how many groups the directions and sums fit the shared memory: see `Plan.whole`."""
-    return 3 if dtype.itemsize == 2 else 1
+    return 3 if dtype.itemsize == 2 and is_roomy(device) else 1
+
+
+@torch.compiler.assume_constant_result
+def is_roomy(device: torch.device) -> bool:
+    """Whether a GPU has the shared memory of Hopper's, which some tiles need; the interpreter has any."""
+    return device.type != "cuda" or _shared_memory(device) >= HOPPER_MEMORY
+
+
+@cache
+def _shared_memory(device: torch.device) -> int:
+    from triton.runtime import driver
+
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(driver.active.utils.get_device_properties(index)["max_shared_mem"])
 
 
 _PLANS: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -124,7 +139,9 @@ def plan_for(
     wide: bool = False,
 ) -> Plan:
     """The plan of a map, kept as long as its `weight` lives; a map that changes has another one."""
-    bidirectional = bidirectional and blocks.num_pairs > 0  # all others have one plan
+    # What makes no difference makes no other plan.
+    bidirectional = bidirectional and blocks.num_pairs > 0
+    wide = wide and (not blocks.num_pairs or bool(blocks.linear.shape[-1] or blocks.degrees))
     form = dtype, block_d, bidirectional, wide
     make = partial(make_plan, blocks, weight, *form)
     if not may_reuse(weight):
@@ -161,7 +178,7 @@ def make_plan(
         linear = eye.expand(*blocks.linear.shape[:-1], -1)
         blocks = blocks._replace(linear=linear, identity=False)
     maps, dim = max(weight.shape[0], blocks.quadratic.shape[0]), blocks.quadratic.shape[-2]
-    most_whole = _most_whole(dtype) if bidirectional and blocks.identity else 0
+    most_whole = _most_whole(dtype, weight.device) if bidirectional and blocks.identity else 0
     layout = _made_once(_layout, *_counts(blocks), block_d, bidirectional, wide, most_whole, weight.device)
     columns = torch.cat([*blocks.maps, blocks.linear.new_zeros(*blocks.linear.shape[:-1], 1)], dim=-1)
     tiles = F.pad(columns.to(dtype), (0, 0, 0, block_d - dim)).index_select(-1, layout.columns)
@@ -190,6 +207,8 @@ def trained_map(blocks: Blocks, weight: Tensor) -> list[Tensor]:
 
 def narrowed(plan: Plan) -> Plan:
     """The same with pairs in groups of GROUP, too: kernels of trained maps have no registers for more."""
+    if plan.is_wide:
+        raise ValueError("a map of several degrees that is trained is laid out in narrow groups")
     parts = plan.group // GROUP
     if parts == 1:
         return plan
