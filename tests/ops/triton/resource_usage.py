@@ -1,4 +1,4 @@
-"""Compile every kernel for sm_90, which needs no GPU, and print what each takes: JSON, a list of rows.
+"""Compile every kernel for sm_90, some for sm_89, which needs no GPU, and print what each takes: JSON rows.
 
 A process of its own: under Triton's interpreter nothing can be compiled.
 """
@@ -27,9 +27,12 @@ from schoenbat.ops.triton import (
     causal_sums,
     decode,
     decode_window,
+    launch,
+    launch_causal,
     window,
     window_backward,
 )
+from schoenbat.ops.triton import plan as plan_module
 from schoenbat.ops.triton.launch import (
     Shape,
     Tiles,
@@ -117,13 +120,13 @@ def signature(kernel, constants, dtype):
     return types, multiples
 
 
-def usage(kernel, constants, dtype, tiles):
+def usage(kernel, constants, dtype, tiles, arch):
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     types, multiples = signature(kernel, constants, SHORT[dtype])
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(fn=kernel, signature=types, constexprs=places, attrs=multiples)
     options = {name: value for name, value in tiles.compilation.items() if name != "BLOCK"}
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
@@ -270,11 +273,19 @@ def decoding_cases():
             yield decode_window.step, shape, plan_of(shape, quadratic, 256), tiles, own
 
 
-def main():
-    found = []
-    for kernel, shape, plan, tiles, own in (*trained_cases(), *attention_cases(), *decoding_cases()):
-        constants = constants_for(shape, plan, tiles) | own
+def cases_of_less_memory():
+    """Pairs, which take most."""
+    for width in (64, 128):
+        shape = shape_of(width, torch.bfloat16)
+        yield from bidirectional_cases(shape, plan_of(shape, True, 2 * width, bidirectional=True))
+        yield from causal_cases(shape, plan_of(shape, True, 2 * width))
+
+
+def usages(cases, arch):
+    for kernel, shape, plan, tiles, own in cases:
+        constants = constants_for(shape, plan, tiles) | {"OVERLAPS": arch >= 90} | own
         case = {
+            "arch": arch,
             "kernel": f"{kernel.__module__.rpartition('.')[-1]}.{kernel.__name__}",
             "dtype": str(shape.dtype),
             "width": shape.dim,
@@ -282,8 +293,14 @@ def main():
             "quadratic": plan.quadratic,
             "warps": tiles.num_warps,
         }
-        found.append(case | own | usage(kernel, constants, shape.dtype, tiles))
-    print(json.dumps(found))
+        yield case | own | usage(kernel, constants, shape.dtype, tiles, arch)
+
+
+def main():
+    found = list(usages((*trained_cases(), *attention_cases(), *decoding_cases()), 90))
+    for module in (plan_module, launch, launch_causal):
+        module.is_roomy = lambda device: False
+    print(json.dumps([*found, *usages(cases_of_less_memory(), 89)]))
 
 
 if __name__ == "__main__":

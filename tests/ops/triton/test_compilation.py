@@ -1,4 +1,7 @@
-"""Every tile configuration compiles for sm_90 and fits its registers and its shared memory."""
+"""Every tile configuration compiles for sm_90 and fits its registers and its shared memory.
+
+What takes most of it also for sm_89, of which a multiprocessor has less.
+"""
 
 import json
 import os
@@ -9,7 +12,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton")
-SHARED_MEMORY = 227 * 1024
+SHARED_MEMORY = {90: 227 * 1024, 89: 99 * 1024}
 # What kernels spill now, in bytes a thread. It may only shrink.
 SPILLED_BY_WIDE_HEADS = 760
 # Causal kernels and those of windows hold scores beside their accumulators.
@@ -28,13 +31,18 @@ SPILLED_WITH_FEWER_REGISTERS = 450
 
 
 @pytest.fixture(scope="module")
-def usages():
+def every_usage():
     program = Path(__file__).with_name("resource_usage.py")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(program.parents[2])
     run = subprocess.run([sys.executable, str(program)], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout)
+
+
+@pytest.fixture
+def usages(every_usage):
+    return [usage for usage in every_usage if usage["arch"] == 90]
 
 
 def allowed(usage):
@@ -63,8 +71,10 @@ def test_nothing_spills_more_than_is_known(usages):
         assert usage["stack"] <= allowed(usage), usage
 
 
-def test_shared_memory_suffices(usages):
-    assert all(usage["shared"] <= SHARED_MEMORY for usage in usages), usages
+def test_shared_memory_suffices(every_usage):
+    assert {usage["arch"] for usage in every_usage} == set(SHARED_MEMORY)
+    for usage in every_usage:
+        assert usage["shared"] <= SHARED_MEMORY[usage["arch"]], usage
 
 
 def test_products_that_read_registers_are_waited_for_at_once(usages):

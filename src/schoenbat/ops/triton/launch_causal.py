@@ -22,7 +22,7 @@ from schoenbat.ops.triton.launch import (
     sum_rows,
 )
 from schoenbat.ops.triton.launch import tiles_for as bidirectional_tiles
-from schoenbat.ops.triton.plan import Plan
+from schoenbat.ops.triton.plan import Plan, is_roomy
 from schoenbat.ops.triton.state import empty_state, lay_out, roots, take_out
 
 # Of outputs, to a program: more gain nothing, and leave multiprocessors without work where heads are many.
@@ -66,14 +66,16 @@ def _of_wide_heads(tiles: Tiles) -> Tiles:
 
 def is_of_one_group(tiles: Tiles, plan: Plan) -> bool:
     """Whether four warps work on one group of pairs: their registers suffice for several tiles of outputs."""
-    return plan.is_single and tiles.num_warps == 4 and tiles.block == 64 and tiles.registers is None
+    has_registers = tiles.num_warps == 4 and tiles.block == 64 and tiles.registers is None
+    return plan.is_single and has_registers and is_roomy(plan.tiles.device)
 
 
 def tiles_of_keys(tiles: Tiles, plan: Plan) -> Tiles:
     """For the gradients of keys: two programs must fit the shared memory of a multiprocessor."""
     if is_of_one_group(tiles, plan):
         return tiles._replace(num_stages=1)
-    return tiles._replace(num_stages=min(tiles.num_stages, 2))
+    most = 2 if is_roomy(plan.tiles.device) or tiles.num_warps < 8 else 1
+    return tiles._replace(num_stages=min(tiles.num_stages, most))
 
 
 class Axis(NamedTuple):
