@@ -76,3 +76,14 @@ def test_a_wide_map_is_not_one_to_train():
     feature_map = make_map("unbiased", 64, 100, dtype=torch.float32).map(torch.float32)
     with pytest.raises(ValueError, match="narrow groups"):
         narrowed(make_plan(feature_map.blocks, feature_map.weight, torch.float16, 64, wide=True))
+
+
+@pytest.mark.parametrize(("head_dim", "num_features"), [(64, 256), (128, 256)])
+def test_a_map_to_train_is_the_same_from_pairs_of_a_projection(head_dim, num_features):
+    from schoenbat.ops.triton.plan import make_plan, narrowed
+
+    feature_map = make_map("exact-low", head_dim, num_features, dtype=torch.float32).map(torch.float32)
+    both = feature_map.blocks, feature_map.weight, torch.float16, head_dim
+    projected, plain = (make_plan(*both, bidirectional=bidirectional) for bidirectional in (True, False))
+    assert projected.quadratic > 1 == plain.quadratic
+    assert torch.equal(narrowed(projected).tiles, narrowed(plain).tiles)
