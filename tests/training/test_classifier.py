@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from schoenbat.registry import attention_names, attention_options
-from schoenbat.training.classifier import Classifier
+from schoenbat.training.classifier import Classifier, embed
 
 SIZES = {"vocab_size": 16, "num_classes": 10, "max_length": 24}
 
@@ -87,6 +87,17 @@ def test_no_mixing_keeps_tokens_apart_until_they_are_pooled():
     first = model(row, (positions < 4).expand(1, 9))
     rest = model(row, (positions >= 4).expand(1, 9))
     torch.testing.assert_close(model(row), first + rest)
+
+
+@pytest.mark.parametrize("copies", [1, 5, 32])
+def test_copies_of_the_embedding_change_neither_rows_nor_gradients(copies):
+    weight, incoming = torch.randn(16, 8, dtype=torch.float64), torch.randn(3, 24, 8, dtype=torch.float64)
+    plain, copied = (weight.clone().requires_grad_() for _ in range(2))
+    rows, expected = embed(tokens(), copied, copies), torch.nn.functional.embedding(tokens(), plain)
+    assert torch.equal(rows, expected)
+    rows.backward(incoming)
+    expected.backward(incoming)
+    torch.testing.assert_close(copied.grad, plain.grad)
 
 
 def test_too_long_a_sequence_is_an_error():

@@ -1,9 +1,13 @@
 """The small sequence classifier of the Long Range Arena comparisons, with any attention of the registry."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from schoenbat.registry import build_attention, with_option, with_seed
+
+# Of the token embedding, on a GPU.
+_COPIES = 32
 
 
 class Classifier(nn.Module):
@@ -83,12 +87,22 @@ class Classifier(nn.Module):
 
     def encode(self, tokens: Tensor, mask: Tensor) -> Tensor:
         """What the layers make of sequences ``(B, n)``: ``(B, dim)``."""
-        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[-1]]  # (B, n, dim)
-        x = self.dropout(x)
+        x = embed(tokens, self.tokens.weight, _COPIES if tokens.is_cuda else 1)  # (B, n, dim)
+        x = self.dropout(x + self.positions.weight[: tokens.shape[-1]])
         for layer in self.layers:
             x = layer(x, mask)
         # Divided by the padded length, as in the published comparisons: the sum then also tells the length.
         return (self.norm(x) * mask.unsqueeze(-1)).sum(-2) / self.max_length
+
+
+def embed(tokens: Tensor, weight: Tensor, copies: int) -> Tensor:
+    """The rows of ``weight`` that ``tokens`` ``(B, n)`` name, each out of one of several copies of it.
+
+    Copies only change how a GPU adds up gradients: those of one token, and padding alone may be most of a
+    batch, would otherwise wait for one another at one row.
+    """
+    copy = torch.arange(tokens.shape[-1], device=tokens.device) % copies  # by position
+    return F.embedding(tokens + len(weight) * copy, weight.repeat(copies, 1))
 
 
 class Layer(nn.Module):
