@@ -27,35 +27,31 @@ from schoenbat.ops.triton import (
     causal_sums,
     decode,
     decode_window,
-    launch,
-    launch_causal,
     window,
     window_backward,
 )
 from schoenbat.ops.triton import plan as plan_module
-from schoenbat.ops.triton.launch import (
-    Shape,
+from schoenbat.ops.triton import tiles as tiles_module
+from schoenbat.ops.triton.launch import Shape, parts_of_sums
+from schoenbat.ops.triton.launch_causal import Axis
+from schoenbat.ops.triton.launch_decode import NEAR_KEYS
+from schoenbat.ops.triton.plan import make_plan, narrowed
+from schoenbat.ops.triton.tiles import (
     Tiles,
+    causal_tiles_for,
+    causal_tiles_of_keys,
+    causal_tiles_of_queries,
+    causal_tiles_of_read,
+    is_of_one_group,
     padded,
-    parts_of_sums,
     takes_wide_groups,
     tiles_for,
     tiles_of_gradients,
+    tiles_of_map,
     tiles_of_read,
     tiles_of_sums,
+    window_tiles_for,
 )
-from schoenbat.ops.triton.launch_causal import (
-    Axis,
-    is_of_one_group,
-    tiles_of_keys,
-    tiles_of_queries,
-)
-from schoenbat.ops.triton.launch_causal import tiles_for as causal_tiles_for
-from schoenbat.ops.triton.launch_causal import tiles_of_read as causal_tiles_of_read
-from schoenbat.ops.triton.launch_decode import NEAR_KEYS
-from schoenbat.ops.triton.launch_map import tiles_of_map
-from schoenbat.ops.triton.launch_window import tiles_for as window_tiles_for
-from schoenbat.ops.triton.plan import make_plan, narrowed
 
 CUOBJDUMP, NVDISASM = (
     Path(triton.__file__).parent / "backends/nvidia/bin" / name for name in ("cuobjdump", "nvdisasm")
@@ -224,8 +220,8 @@ def causal_cases(shape, plan):
         causal_tiles_of_read(tiles, plan),
         {"SINGLE": is_of_one_group(tiles, plan)},
     )
-    yield causal.query_backward, shape, plan, tiles_of_queries(tiles, plan), {}
-    yield causal_keys.key_backward, shape, plan, tiles_of_keys(tiles, plan), {}
+    yield causal.query_backward, shape, plan, causal_tiles_of_queries(tiles, plan), {}
+    yield causal_keys.key_backward, shape, plan, causal_tiles_of_keys(tiles, plan), {}
 
 
 def window_cases(shape, plan):
@@ -298,7 +294,7 @@ def usages(cases, arch):
 
 def main():
     found = list(usages((*trained_cases(), *attention_cases(), *decoding_cases()), 90))
-    for module in (plan_module, launch, launch_causal):
+    for module in (plan_module, tiles_module):
         module.is_roomy = lambda device: False
     print(json.dumps([*found, *usages(cases_of_less_memory(), 89)]))
 

@@ -49,7 +49,7 @@ def test_gpus_with_less_memory_have_smaller_tiles(monkeypatch, construction, num
 
     large = laid_out()
     assert (large.whole, large.is_wide) == ((3, False) if construction == "exact-low" else (0, True))
-    for module in ("plan", "launch"):
+    for module in ("plan", "tiles"):
         monkeypatch.setattr(f"schoenbat.ops.triton.{module}.is_roomy", lambda device: False)
     small = laid_out()
     assert (small.whole, small.is_wide) == (0, False)

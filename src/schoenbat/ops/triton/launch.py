@@ -1,4 +1,4 @@
-"""Launch the kernels: tile sizes chosen by shape alone, and the small sums between one kernel and the next.
+"""Launch the bidirectional kernels, with the small sums between one kernel and the next; what launches share.
 
 Nothing here waits for the device, and nothing is timed at run time: the same shapes always run the same code
 in the same order, so two runs are bit-equal. Shapes are those of `eager`.
@@ -11,79 +11,20 @@ import torch
 from torch import Tensor
 
 from schoenbat.ops.triton import bidirectional, bidirectional_sums
-from schoenbat.ops.triton.plan import Plan, is_roomy
+from schoenbat.ops.triton.plan import Plan
+from schoenbat.ops.triton.tiles import (
+    WIDE_TILES,
+    Tiles,
+    padded,
+    tiles_for,
+    tiles_of_gradients,
+    tiles_of_read,
+    tiles_of_sums,
+)
 
 # Two programs at a time for each of a large GPU's 132 multiprocessors; of two warps, twice as many fit.
 _PROGRAMS = 264
-# With so many, three programs of four warps fit a multiprocessor instead of two, six of two instead of four.
-FEWER_REGISTERS = 168
 _SUM_ROWS = 64
-
-
-class Tiles(NamedTuple):
-    """Rows a tile, and how a program is compiled."""
-
-    block: int
-    num_warps: int
-    num_stages: int
-    registers: int | None = None  # at most so many a thread; None for as many as there are
-
-    @property
-    def compilation(self) -> dict[str, int]:
-        limit = {} if self.registers is None else {"maxnreg": self.registers}
-        return {"BLOCK": self.block, "num_warps": self.num_warps, "num_stages": self.num_stages, **limit}
-
-
-# For maps of many degrees in wide groups.
-WIDE_TILES = Tiles(64, 4, 3)
-
-
-def tiles_for(dtype: torch.dtype, block_d: int, block_v: int, quadratic: int) -> Tiles:
-    """By shape alone.
-
-    Four warps are a Hopper warp group, and the asynchronous products of one go wrong where Triton 3.6
-    compiles narrow ones for a loop of run-time length (other numbers from run to run) or for values narrower
-    than the keys (illegal accesses). Two warps multiply without them, and so do four on tiles of 16 rows.
-    """
-    widest = max(block_d, block_v)
-    if dtype == torch.float32:
-        return Tiles(16, 8, 1 if block_d <= 128 else 2)
-    if block_d > 128:
-        return Tiles(16, 4, 1)
-    if not quadratic:
-        return Tiles(64 if widest <= 64 else 32, 2, 1 if widest <= 32 else 2)
-    if block_v < block_d or block_d < 32:
-        return Tiles(32, 2, 3)
-    return Tiles(64, 4, 3) if widest <= 64 else Tiles(128, 8, 2)
-
-
-def takes_wide_groups(query: Tensor, dtype: torch.dtype, block_v: int) -> bool:
-    """Whether kernels for many degrees multiply by warp groups: where all products are 64 wide or wider.
-
-    Of narrower ones some end in illegal accesses, and at d = 32 those that are right are slower.
-    """
-    block_d = padded(query.shape[-1])
-    return dtype != torch.float32 and block_d == block_v and block_d in (64, 128) and is_roomy(query.device)
-
-
-def tiles_of_sums(tiles: Tiles, block_d: int, block_v: int) -> Tiles:
-    """For sums: of products of several degrees, which two warps form; of pairs of wide heads."""
-    if tiles.block == 128:
-        return Tiles(64, 4, 2)
-    is_narrow = tiles.num_warps == 2 and tiles.block == 64 and max(block_d, block_v) <= 32
-    return tiles._replace(registers=FEWER_REGISTERS) if is_narrow else tiles
-
-
-def tiles_of_read(tiles: Tiles, plan: Plan) -> Tiles:
-    """For outputs: of wide heads and two groups, two programs then fit the shared memory."""
-    return Tiles(64, 4, 1) if tiles.block == 128 and plan.whole == 2 else tiles
-
-
-def tiles_of_gradients(tiles: Tiles, plan: Plan) -> Tiles:
-    """For gradients of several groups at hand: their shared memory leaves no room to load tiles ahead."""
-    if plan.whole < 2:
-        return tiles
-    return tiles._replace(block=min(tiles.block, 64), num_warps=min(tiles.num_warps, 4), num_stages=1)
 
 
 class Unit(NamedTuple):
@@ -140,11 +81,6 @@ def _precision(dtype: torch.dtype) -> str:
 def cdiv(whole: int, part: int) -> int:
     """How many parts a whole has, the last of which may be short; Triton's own takes microseconds."""
     return -(-whole // part)
-
-
-def padded(size: int) -> int:
-    """A width that kernels work with, a power of two."""
-    return max(16, 1 << (int(size) - 1).bit_length())
 
 
 def attend(

@@ -9,9 +9,7 @@ from torch import Tensor
 
 from schoenbat.ops.triton import causal, causal_keys, causal_sums
 from schoenbat.ops.triton.launch import (
-    FEWER_REGISTERS,
     Shape,
-    Tiles,
     Unit,
     as_rows,
     cdiv,
@@ -21,61 +19,19 @@ from schoenbat.ops.triton.launch import (
     split,
     sum_rows,
 )
-from schoenbat.ops.triton.launch import tiles_for as bidirectional_tiles
-from schoenbat.ops.triton.plan import Plan, is_roomy
+from schoenbat.ops.triton.plan import Plan
 from schoenbat.ops.triton.state import empty_state, lay_out, roots, take_out
+from schoenbat.ops.triton.tiles import (
+    Tiles,
+    causal_tiles_for,
+    causal_tiles_of_keys,
+    causal_tiles_of_queries,
+    causal_tiles_of_read,
+    is_of_one_group,
+)
 
 # Of outputs, to a program: more gain nothing, and leave multiprocessors without work where heads are many.
 _MOST_TILES = 8
-
-
-def tiles_for(dtype: torch.dtype, block_d: int, block_v: int, quadratic: int) -> Tiles:
-    """As in `launch`, but for pairs in float32, which spill kilobytes with one stage, and by width.
-
-    With 128 rows the gradients of wide heads would not fit the shared memory. Narrow ones spill little with
-    fewer registers.
-    """
-    if quadratic and dtype == torch.float32:
-        return Tiles(16, 8, 2)
-    tiles = bidirectional_tiles(dtype, block_d, block_v, quadratic)
-    if tiles.block == 64 and max(block_d, block_v) <= 32:
-        return tiles._replace(registers=FEWER_REGISTERS)
-    return Tiles(64, 8, 2) if tiles.block == 128 else tiles
-
-
-def tiles_of_read(tiles: Tiles, plan: Plan) -> Tiles:
-    """For outputs: several tiles to a program, loaded ahead, or more programs of fewer registers."""
-    if is_of_one_group(tiles, plan):
-        return tiles._replace(num_stages=2)
-    if tiles.num_warps == 4 and tiles.block == 64:
-        return tiles._replace(registers=FEWER_REGISTERS)
-    return _of_wide_heads(tiles)
-
-
-def tiles_of_queries(tiles: Tiles, plan: Plan) -> Tiles:
-    """For the gradients of queries: one group is no loop that would load the next one ahead."""
-    if is_of_one_group(tiles, plan):
-        return tiles._replace(num_stages=2)
-    return _of_wide_heads(tiles)
-
-
-def _of_wide_heads(tiles: Tiles) -> Tiles:
-    """Eight warps hold the sums of wide heads, but share the rows of all other tiles badly."""
-    return Tiles(64, 4, 1) if tiles.block == 64 and tiles.num_warps == 8 else tiles
-
-
-def is_of_one_group(tiles: Tiles, plan: Plan) -> bool:
-    """Whether four warps work on one group of pairs: their registers suffice for several tiles of outputs."""
-    has_registers = tiles.num_warps == 4 and tiles.block == 64 and tiles.registers is None
-    return plan.is_single and has_registers and is_roomy(plan.tiles.device)
-
-
-def tiles_of_keys(tiles: Tiles, plan: Plan) -> Tiles:
-    """For the gradients of keys: two programs must fit the shared memory of a multiprocessor."""
-    if is_of_one_group(tiles, plan):
-        return tiles._replace(num_stages=1)
-    most = 2 if is_roomy(plan.tiles.device) or tiles.num_warps < 8 else 1
-    return tiles._replace(num_stages=min(tiles.num_stages, most))
 
 
 class Axis(NamedTuple):
@@ -94,7 +50,7 @@ class Axis(NamedTuple):
     @classmethod
     def of(cls, queries: int, keys: int, shape: Shape, plan: Plan) -> "Axis":
         """Chunks so long that all their sums take no more memory than query, key, value and output."""
-        tiles = tiles_for(shape.dtype, shape.block_d, shape.block_v, plan.quadratic)
+        tiles = causal_tiles_for(shape.dtype, shape.block_d, shape.block_v, plan.quadratic)
         rows = 2 * tiles.block * (shape.block_d + shape.block_v)
         # A map of constants alone has no features.
         chunk = max(1, cdiv(plan.num_features * shape.block_v, rows))
@@ -189,7 +145,7 @@ def attend(
             UNIT=unit.code,
             SINGLE=several,
             CHUNK=axis.chunk,
-            **shape.constants(plan, tiles_of_read(axis.tiles, plan)),
+            **shape.constants(plan, causal_tiles_of_read(axis.tiles, plan)),
         )
     return [out, *by_row]
 
@@ -247,7 +203,7 @@ def attend_backward(
         *(grad_query, to_total, to_mean, to_floored, to_scale, *strides, *axis.from_tile(axis.first_query)),
         *(key_scale, unit.eps, *map_arguments(plan)),
         TRAINED=trained,
-        **(shared | tiles_of_queries(axis.tiles, plan).compilation),
+        **(shared | causal_tiles_of_queries(axis.tiles, plan).compilation),
     )
     if not trained:
         del key_sums  # before those over queries take as much memory
@@ -261,7 +217,7 @@ def attend_backward(
             *(q, k, v, flat(mask, k), query_scale, g, *by_row, *sums, _earlier(count, k)),
             *(grad_key, grad_value),
             *(*strides, *axis.from_tile(axis.first_key), key_scale, unit.eps, *map_arguments(plan)),
-            **(shared | tiles_of_keys(axis.tiles, plan).compilation),
+            **(shared | causal_tiles_of_keys(axis.tiles, plan).compilation),
         )
     to_keys = (over_groups(x, like) for x, like in ((grad_key, key), (grad_value, value)))
     grads = [grad_query.view(query.shape), *to_keys, to_scale.sum((0, 2)).view(query_scale.shape)]

@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 
 from schoenbat.ops.triton import decode, decode_window
-from schoenbat.ops.triton.launch import Unit, as_rows, cdiv, flat, map_arguments, padded, per_map
+from schoenbat.ops.triton.launch import Unit, as_rows, cdiv, flat, map_arguments, per_map
 from schoenbat.ops.triton.plan import Plan
+from schoenbat.ops.triton.tiles import padded
 
 # Value columns of a program, and its warps: the fewer warps, the more programs are at work at once.
 _OF_ONE_QUERY = 64, 2
 _OF_SEVERAL = 32, 8
-# With a window two warps spill; four have nothing to multiply as a warp group: see `launch`.
+# With a window two warps spill; four have nothing to multiply as a warp group: see `tiles.tiles_for`.
 _WITH_WINDOW = 64, 4
 # Keys of a window that a program looks at together.
 NEAR_KEYS = 32

@@ -13,19 +13,10 @@ from torch import Tensor
 
 from schoenbat.ops.blocks import sum_over_heads
 from schoenbat.ops.triton import bidirectional_map, causal_map
-from schoenbat.ops.triton.launch import (
-    Shape,
-    Tiles,
-    Unit,
-    as_rows,
-    cdiv,
-    flat,
-    map_arguments,
-    split,
-    tiles_for,
-)
+from schoenbat.ops.triton.launch import Shape, Unit, as_rows, cdiv, flat, map_arguments, split
 from schoenbat.ops.triton.launch_causal import Axis, row_counts
 from schoenbat.ops.triton.plan import Plan, narrowed, take_out
+from schoenbat.ops.triton.tiles import Tiles, tiles_for, tiles_of_map
 
 
 class Pass(NamedTuple):
@@ -41,11 +32,6 @@ class Pass(NamedTuple):
     @property
     def constants(self) -> dict[str, bool]:
         return {"IS_QUERY": self.is_query, "LINEAR": self.is_linear}
-
-
-def tiles_of_map(tiles: Tiles) -> Tiles:
-    """Two warps where rows have 16 bits: they were right wherever they were tried, see `tiles_for`."""
-    return tiles if tiles.block < 32 else Tiles(tiles.block, 2, min(2, tiles.num_stages))
 
 
 def bidirectional(

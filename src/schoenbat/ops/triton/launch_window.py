@@ -8,30 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from schoenbat.ops.triton import window, window_backward, window_sums
-from schoenbat.ops.triton.launch import (
-    Shape,
-    Tiles,
-    Unit,
-    as_rows,
-    cdiv,
-    flat,
-    map_arguments,
-    per_map,
-    sum_rows,
-)
+from schoenbat.ops.triton.launch import Shape, Unit, as_rows, cdiv, flat, map_arguments, per_map, sum_rows
 from schoenbat.ops.triton.launch_causal import Axis, over_groups, sums_along
 from schoenbat.ops.triton.plan import Plan
-
-
-def tiles_for(dtype: torch.dtype, block_d: int, block_v: int, quadratic: int) -> Tiles:
-    """By shape alone.
-
-    Loops over visited tiles are of run-time length, where products of warp groups go wrong (see `launch`).
-    These want 64 rows: with 32, four warps and eight multiply without them.
-    """
-    if dtype == torch.float32:
-        return Tiles(16, 8, 1)
-    return Tiles(32, 8 if quadratic and max(block_d, block_v) > 64 else 4, 2)
+from schoenbat.ops.triton.tiles import Tiles, window_tiles_for
 
 
 class Near(NamedTuple):
@@ -77,7 +57,7 @@ class Call(NamedTuple):
         axis = Axis.of(length, length, shape, plan)
         whole = cdiv(axis.num_tiles, axis.chunk) * axis.chunk
         axis = axis._replace(num_tiles=whole, seen_by_all=0 if near.is_causal else length)
-        tiles = tiles_for(shape.dtype, shape.block_d, shape.block_v, plan.quadratic)
+        tiles = window_tiles_for(shape.dtype, shape.block_d, shape.block_v, plan.quadratic)
         near = near._replace(width=min(near.width, length))
         return cls(axis, shape, plan, near, tiles, shape.batch * shape.heads * shape.groups)
 

@@ -19,7 +19,7 @@ from schoenbat.ops.keeping import may_keep, may_reuse, reuse
 
 # Narrow groups where degrees differ: a group does as many levels as its highest degree has.
 GROUP = 32
-# For kernels that multiply by warp groups, which wide products keep busier: see `launch.takes_wide_groups`.
+# For kernels that multiply by warp groups, which wide products keep busier: see `tiles.takes_wide_groups`.
 WIDE_GROUP = 64
 GROUP_OF_PAIRS = 64
 # Of narrow heads, if that makes one group of all pairs.
