@@ -35,7 +35,7 @@ from schoenbat.ops.triton import tiles as tiles_module
 from schoenbat.ops.triton.launch import Shape, parts_of_sums
 from schoenbat.ops.triton.launch_causal import Axis
 from schoenbat.ops.triton.launch_decode import NEAR_KEYS
-from schoenbat.ops.triton.plan import make_plan, narrowed
+from schoenbat.ops.triton.plan import make_plan, narrowed, padded
 from schoenbat.ops.triton.tiles import (
     Tiles,
     causal_tiles_for,
@@ -43,7 +43,6 @@ from schoenbat.ops.triton.tiles import (
     causal_tiles_of_queries,
     causal_tiles_of_read,
     is_of_one_group,
-    padded,
     takes_wide_groups,
     tiles_for,
     tiles_of_gradients,

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from schoenbat.ops.triton import bidirectional, bidirectional_sums
-from schoenbat.ops.triton.plan import Plan
+from schoenbat.ops.triton.plan import Plan, padded
 from schoenbat.ops.triton.tiles import (
     WIDE_TILES,
     Tiles,
-    padded,
     tiles_for,
     tiles_of_gradients,
     tiles_of_read,

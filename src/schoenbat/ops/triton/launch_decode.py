@@ -8,8 +8,7 @@ from torch import Tensor
 
 from schoenbat.ops.triton import decode, decode_window
 from schoenbat.ops.triton.launch import Unit, as_rows, cdiv, flat, map_arguments, per_map
-from schoenbat.ops.triton.plan import Plan
-from schoenbat.ops.triton.tiles import padded
+from schoenbat.ops.triton.plan import Plan, padded
 
 # Value columns of a program, and its warps: the fewer warps, the more programs are at work at once.
 _OF_ONE_QUERY = 64, 2

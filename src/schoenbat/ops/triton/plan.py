@@ -28,6 +28,11 @@ WIDEST_IDENTITY = 128
 HOPPER_MEMORY = 227 * 1024
 
 
+def padded(size: int) -> int:
+    """A width that kernels work with, a power of two."""
+    return max(16, 1 << (int(size) - 1).bit_length())
+
+
 class Layout(NamedTuple):
     """Where the factors of each feature are; features are padded to whole groups."""
 
@@ -264,7 +269,7 @@ def _layout(
         group = WIDE_GROUP_OF_PAIRS if one else GROUP_OF_PAIRS
     columns, first = _arrange(factors, group, num_linear + directions + sum(tail))
     chosen = torch.zeros(0, group, dtype=torch.int64)
-    width = max(16, 1 << (directions - 1).bit_length())
+    width = padded(directions)
     if quadratic and num_pairs <= most_whole * group and width < block_d:
         # What does not exist is chosen from the zeros behind P.
         quadratic, chosen = width, torch.tensor(columns).view(-1, group)
@@ -296,8 +301,8 @@ def _places(
     for size in sizes:
         own = found[start : start + size]
         most, start = max([0, *(len(member) for member in own)]), start + size
-        padded = [place for member in own for place in member + [0] * (most - len(member))]
-        places.append(torch.tensor(padded, dtype=torch.int64, device=device).view(size, most))
+        filled = [place for member in own for place in member + [0] * (most - len(member))]
+        places.append(torch.tensor(filled, dtype=torch.int64, device=device).view(size, most))
     return places
 
 

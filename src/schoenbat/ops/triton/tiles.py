@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from schoenbat.ops.triton.plan import Plan, is_roomy
+from schoenbat.ops.triton.plan import Plan, is_roomy, padded
 
 # With so many, three programs of four warps fit a multiprocessor instead of two, six of two instead of four.
 FEWER_REGISTERS = 168
@@ -30,11 +30,6 @@ class Tiles(NamedTuple):
 
 # For maps of many degrees in wide groups.
 WIDE_TILES = Tiles(64, 4, 3)
-
-
-def padded(size: int) -> int:
-    """A width that kernels work with, a power of two."""
-    return max(16, 1 << (int(size) - 1).bit_length())
 
 
 def tiles_for(dtype: torch.dtype, block_d: int, block_v: int, quadratic: int) -> Tiles:
