@@ -6,11 +6,9 @@ has 2 to 10 arguments. An example is an expression whose number of tokens lies s
 """
 
 import itertools
-import multiprocessing
 import random
-import signal
 import statistics
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from functools import partial
 
@@ -19,6 +17,7 @@ from numpy.typing import NDArray
 
 from schoenbat.data.arrays import Arrays, consecutive
 from schoenbat.data.progress import Step, silent
+from schoenbat.data.workers import blocks_in_order
 from schoenbat.options import check_count, check_seed
 
 OPERATORS: dict[str, Callable[[Sequence[int]], int]] = {
@@ -78,7 +77,7 @@ def generate(
     check_count("max_length", max_length, min_length + 2)
     seed = check_seed(seed)
     draw = partial(_block, seed, min_length=min_length, max_length=max_length)
-    with closing(_blocks(draw, workers)) as blocks:
+    with closing(blocks_in_order(draw, itertools.count(), workers)) as blocks:
         examples = _distinct(blocks, count, on_progress)
     tokens = np.zeros((count, max_length), dtype=np.uint8)
     for row, (expression, _) in zip(tokens, examples, strict=True):
@@ -142,20 +141,6 @@ def decode(tokens: Iterable[int]) -> str:
     '[MAX 2 9 ]'
     """
     return " ".join(VOCABULARY[token] for token in tokens if token != 0)
-
-
-def _blocks(draw: Callable[[int], list[Example]], workers: int) -> Generator[list[Example], None, None]:
-    """Blocks 0, 1, 2, ... without end, in this order whatever the number of processes."""
-    if workers == 1:
-        yield from map(draw, itertools.count())
-        return
-    # Ctrl-C reaches every process; it is this one that ends the others.
-    with multiprocessing.get_context("spawn").Pool(
-        workers, signal.signal, (signal.SIGINT, signal.SIG_IGN)
-    ) as pool:
-        stride = 16 * workers
-        for first in itertools.count(0, stride):
-            yield from pool.imap(draw, range(first, first + stride))
 
 
 def _distinct(blocks: Iterable[list[Example]], count: int, on_progress: Step = silent) -> list[Example]:

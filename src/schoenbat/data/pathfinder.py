@@ -18,9 +18,6 @@ Here many images grow at the same time: each array holds one step of all of them
 """
 
 import itertools
-import multiprocessing
-import signal
-from collections.abc import Iterator
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -30,6 +27,7 @@ from numpy.typing import NDArray
 
 from schoenbat.data.arrays import Arrays, consecutive
 from schoenbat.data.progress import Step, silent
+from schoenbat.data.workers import blocks_in_order
 
 SIZE = 32
 TARGET_LENGTH = 14
@@ -88,7 +86,8 @@ def generate(count: int, seed: int, *, workers: int = 1, on_progress: Step = sil
     images = np.zeros((count, SIZE, SIZE), dtype=np.uint8)
     labels = np.zeros(count, dtype=np.int64)
     starts = range(0, count, IMAGES_PER_BLOCK)
-    for start, (some, their_labels) in zip(starts, _blocks(seed, len(starts), workers), strict=True):
+    blocks = blocks_in_order(partial(_block, seed), range(len(starts)), workers)
+    for start, (some, their_labels) in zip(starts, blocks, strict=True):
         rows = slice(start, min(start + IMAGES_PER_BLOCK, count))
         images[rows] = some[: rows.stop - start]
         labels[rows] = their_labels[: rows.stop - start]
@@ -101,19 +100,6 @@ def splits(*, workers: int = 1, on_progress: Step = silent) -> Arrays:
     count = sum(SPLIT_SIZES.values())
     images, labels = generate(count, 0, workers=workers, on_progress=on_progress)
     return consecutive(images.reshape(count, SIZE**2), np.full(count, SIZE**2), labels, SPLIT_SIZES)
-
-
-def _blocks(seed: int, count: int, workers: int) -> Iterator[tuple[Grey, Integers]]:
-    """The first blocks of images, in this order whatever the number of processes."""
-    draw = partial(_block, seed)
-    if workers == 1:
-        yield from map(draw, range(count))
-        return
-    # Ctrl-C reaches every process; it is this one that ends the others.
-    with multiprocessing.get_context("spawn").Pool(
-        workers, signal.signal, (signal.SIGINT, signal.SIG_IGN)
-    ) as pool:
-        yield from pool.imap(draw, range(count))
 
 
 def _block(seed: int, index: int) -> tuple[Grey, Integers]:
