@@ -21,6 +21,7 @@ from schoenbat.training.failure import NonFiniteError
 from schoenbat.training.interruption import Interrupted, StopRequest
 from schoenbat.training.log import read_log
 from schoenbat.training.record import CHECKPOINT, LOG
+from schoenbat.training.replay import Replayed
 from schoenbat.training.run import Progress, Run, train
 from schoenbat.training.turns import setting_up, turn
 
@@ -164,6 +165,15 @@ def test_a_run_stopped_while_testing_tests_again(tmp_path):
     with stopped_at(20, "test"):
         train(tiny_task(), options, tmp_path)
     assert train(tiny_task(), options, tmp_path, resume=True).last.step == 20
+
+
+def test_a_run_that_only_has_its_test_left_says_how_its_steps_were_run(tmp_path):
+    options = tiny_options("mean", steps=20)
+    with stopped_at(20, "test"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Replayed, "captured", True)
+        train(tiny_task(), options, tmp_path)
+    assert train(tiny_task(), options, tmp_path, resume=True).captured
+    assert not train(tiny_task(), options, tmp_path / "undisturbed").captured
 
 
 def test_a_run_stopped_while_validating_validates_again(tmp_path):

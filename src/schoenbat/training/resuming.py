@@ -30,6 +30,7 @@ def save(run: "Run") -> None:
         "timed_steps": run.timed_steps,
         "peak_memory": run.peak_memory,
         "alone": run.alone,
+        "captured": run.captured,
     }
     if is_sharded(run.fabric):
         tensors = {"model": weights, "best_weights": run.best_weights, "optimizer": optimizer["state"]}
@@ -59,6 +60,7 @@ def restore(run: "Run", path: Path) -> None:
     run.seconds, run.timed_steps = state["seconds"], state["timed_steps"]
     run.peak_memory = state["peak_memory"]
     run.alone = run.alone and state.get("alone", True)
+    run.was_captured = state.get("captured", False)
     if not checkpoint.set_random_state(run.fabric, state["random_states"]):
         torch.manual_seed(1_000_003 * run.step + run.options.seed + 1 + run.fabric.global_rank)
 

@@ -130,6 +130,7 @@ class Run:
         self.validation = float("nan")
         self.seconds, self.timed_steps, self.peak_memory = 0.0, 0, 0
         self.alone = options.alone
+        self.was_captured = False  # by the parts of the run before this one
         self.stop = StopRequest()
         self.log: RunLog | None = None
         self._saved_at, self.saved_step = time.monotonic(), 0
@@ -355,8 +356,13 @@ class Run:
             data=self.task.fingerprint,
             revision=revision(),
             citations=self._citation_floor(),
-            captured=self.training_step.run.captured,
+            captured=self.captured,
         )
+
+    @property
+    def captured(self) -> bool:
+        """Whether a CUDA graph ran the steps; of a run that only had its test left, those before."""
+        return self.was_captured or self.training_step.run.captured
 
     def _citation_floor(self) -> float | None:
         if self.task.name != "retrieval":
