@@ -4,20 +4,20 @@ bfloat16. Every cell is timed by replaying a CUDA graph, and once more as a plai
 and launches. The floor is the time to read query, key and value once and to write the output once (a
 decoding step: to read and write the state once), at the speed at which this GPU copies memory. Where the
 package fla is installed, its causal linear attention is measured on features that are ready-made: what it
-would cost without a map. Writes benchmarks/results/<gpu>.json.
+would cost without a map.
 
-Each shape is written as soon as it is measured, to <gpu>.unfinished.json: a run that was interrupted goes on
-from there, as long as it is the same revision of the package, without changes.
+Each shape is written to benchmarks/results/<gpu>.json as soon as it is measured, in place of what was there
+of it: a row says of which revision it is, and all rows of a shape are of one run. Shapes of which this
+revision has rows already are left alone, so that a run that was interrupted goes on.
 """
 
 import importlib.util
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -105,6 +105,8 @@ class Row:
     call: float
     floor: float
     memory: int | None
+    revision: str | None
+    torch: str
 
 
 @dataclass(frozen=True)
@@ -185,7 +187,15 @@ def measure(shape: str, method: str, direction: str, call: Callable[[], object],
     timing = time_replay(call)
     quantiles = {name: asdict(timing)[name] for name in ("median", "low", "high")}
     memory = peak_memory(call, DEVICE)
-    return Row(shape, method, direction, **quantiles, call=plain.median, floor=floor, memory=memory)
+    return Row(
+        *(shape, method, direction),
+        **quantiles,
+        call=plain.median,
+        floor=floor,
+        memory=memory,
+        revision=revision(),
+        torch=torch.__version__,
+    )
 
 
 def _sdpa(backend: str, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Tensor:
@@ -248,37 +258,39 @@ def table(measured: list[Row]) -> Table:
     return shown
 
 
-def kept(unfinished: Path, of_revision: str | None) -> dict[str, Any] | None:
-    """What an interrupted run of the same code has written: whole shapes, and the speed of a copy."""
-    if not unfinished.exists() or of_revision is None or of_revision.endswith("+"):
-        return None
-    results = json.loads(unfinished.read_text(encoding="utf-8"))
-    return results if results["options"]["revision"] == of_revision else None
+def measured_before(path: Path) -> dict[str, list[Row]]:
+    """The rows of the result file, by shape."""
+    found: dict[str, list[Row]] = {}
+    for row in json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []:
+        found.setdefault(row["shape"], []).append(Row(**row))
+    return found
+
+
+def is_of(rows: list[Row], own: str | None) -> bool:
+    """Whether rows are of this revision, and it is one: not if files were changed since."""
+    return own is not None and not own.endswith("+") and {row.revision for row in rows} == {own}
 
 
 def main() -> None:
     console, shapes = Console(width=120), (*SHAPES, *LENGTHS, DECODING)
     name = device_name(DEVICE).lower().replace(" ", "-")
     path = Path(__file__).parent / "results" / f"{name}.json"
-    unfinished = path.with_suffix(".unfinished.json")
-    before = kept(unfinished, own := revision())
-    speed = _copy_speed() if before is None else before["options"]["copy_bytes_per_second"]
-    measured = [] if before is None else [Row(**row) for row in before["rows"]]
-    options = {
-        "revision": own,
-        "copy_bytes_per_second": speed,
-        "shapes": [asdict(shape) for shape in shapes],
-    }
+    found, own, speed = measured_before(path), revision(), _copy_speed()
     for shape in track(shapes, "measuring", console=console, auto_refresh=False):
-        if any(row.shape == str(shape) for row in measured):
+        if is_of(found.get(str(shape), []), own):
             continue
         start = time.perf_counter()
-        measured += rows(shape, speed)
-        write_results(unfinished, "gpu", options, measured, device=DEVICE)
+        found[str(shape)] = list(rows(shape, speed))
+        write(path, found, shapes)
         console.print(f"{shape}: {time.perf_counter() - start:.0f} s")
-    write_results(path, "gpu", options, measured, device=DEVICE)
-    unfinished.unlink()
-    console.print(table(measured))
+    console.print(table([row for shape in shapes for row in found[str(shape)]]))
+
+
+def write(path: Path, found: dict[str, list[Row]], shapes: Sequence[Shape]) -> None:
+    """In the order of the shapes, whichever were measured last."""
+    options = {"shapes": [asdict(shape) for shape in shapes]}
+    listed = [row for shape in shapes for row in found.get(str(shape), [])]
+    write_results(path, "gpu", options, listed, device=DEVICE)
 
 
 if __name__ == "__main__":

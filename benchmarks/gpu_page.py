@@ -61,9 +61,10 @@ def speed_table(rows: Rows) -> str:
             "" if softmax is None else f"{1e3 * softmax['median']:.3f}",
             "" if softmax is None else f"{softmax['median'] / row['median']:.1f} ×",
             "" if eager is None else f"{eager['median'] / row['median']:.1f}",
+            str(row["revision"])[:7],
         ]
         lines.append([shape, direction, *cells])
-    figures = ["RMFA, ms", "floors", "SDPA (cuDNN), ms", "faster by", "eager / fused"]
+    figures = ["RMFA, ms", "floors", "SDPA (cuDNN), ms", "faster by", "eager / fused", "revision"]
     return _table(["pass", *figures], lines, words=2)
 
 

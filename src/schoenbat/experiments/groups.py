@@ -89,7 +89,8 @@ GROUPS: dict[str, Group] = {
             "base": "softmax",
             **{f"base + RMFA, {kernel}": f"{_RMFA},kernel={kernel}" for kernel in KERNELS},
             "base + ppSBN": "softmax:qk_norm=batch,scale=none",
-            **{f"base + RMFA + ppSBN, {kernel}": f"{_PAPER},kernel={kernel}" for kernel in KERNELS},
+            "base + RMFA + ppSBN, exp": _PAPER,  # of the group "paper"
+            **{f"base + RMFA + ppSBN, {kernel}": f"{_PAPER},kernel={kernel}" for kernel in KERNELS[1:]},
         },
         tasks=("text",),
     ),
