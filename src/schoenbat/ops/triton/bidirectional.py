@@ -11,21 +11,10 @@ import triton
 import triton.language as tl
 
 from schoenbat.ops.triton.bidirectional_sums import LENGTHS
-from schoenbat.ops.triton.features import (
-    evaluate,
-    evaluate_backward,
-    first_directions,
-    monomials,
-    monomials_backward,
-    pair_directions,
-    pairs,
-    pairs_backward,
-    projected,
-    projected_backward,
-)
+from schoenbat.ops.triton.bidirectional_whole import read_whole, twice, whole_backward, whole_tiles
+from schoenbat.ops.triton.features import evaluate, evaluate_backward, monomials, monomials_backward
 from schoenbat.ops.triton.rows import (
     LOWEST_EXPONENT,
-    NARROW,
     load_tile,
     load_unit_tile,
     store_tile,
@@ -41,94 +30,6 @@ def _group_sums(p_sums, p_totals, o_first, ROWS: tl.constexpr, BLOCK_V: tl.const
     o_f = o_first + tl.arange(0, ROWS)
     b_sums = tl.load(p_sums + o_f[:, None] * BLOCK_V + tl.arange(0, BLOCK_V)[None, :])
     return b_sums, tl.load(p_totals + o_f)
-
-
-@triton.jit
-def _columns(b_first, b_second, dtype: tl.constexpr):
-    """Two vectors as columns of a narrow tile, each the sum of two in `dtype`: what it is rounded to, and the rest."""
-    b_both = _twice(b_first, b_second, tl.float32)
-    b_rounded = b_both.to(dtype)
-    is_rounded = tl.arange(0, NARROW)[None, :] % 2 == 0
-    return tl.where(is_rounded, b_rounded, (b_both - b_rounded.to(tl.float32)).to(dtype))
-
-
-@triton.jit
-def _of_columns(b_products, i_vector: tl.constexpr):
-    """Rows times a vector of `_columns`, from their product with the tile."""
-    return tl.sum(tl.where(tl.arange(0, NARROW)[None, :] // 2 == i_vector, b_products, 0.0), axis=1)
-
-
-@triton.jit
-def _whole_tiles(
-    p_sums, p_totals, p_mean, p_tiles, p_linear, dtype: tl.constexpr, WHOLE: tl.constexpr, QUADRATIC: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    """Sums and directions of a map that is WHOLE: loaded before the loop over tiles, they stay in shared memory.
-
-    Of identity features the sums, and totals and the mean as `_columns`; what rows are projected on first;
-    for each group its sums, totals and both directions.
-    """
-    o_d, o_g, o_v = tl.arange(0, BLOCK_D), tl.arange(0, GROUP), tl.arange(0, BLOCK_V)
-    b_linear = tl.load(p_linear + o_d)
-    b_s1 = tl.load(p_sums + o_d[:, None] * BLOCK_V + o_v[None, :]) * b_linear[:, None]
-    b_z1 = _columns(tl.load(p_totals + o_d) * b_linear, tl.load(p_mean + o_d), dtype)
-    b_groups = ()
-    for i_group in tl.static_range(WHOLE):
-        o_f = BLOCK_D + i_group * GROUP + o_g
-        b_s2 = tl.load(p_sums + o_f[:, None] * BLOCK_V + o_v[None, :])
-        b_z2 = tl.load(p_totals + o_f)
-        b_left, b_right = pair_directions(p_tiles, i_group, QUADRATIC, BLOCK_D, GROUP)
-        b_groups += ((b_s2.to(dtype), _columns(b_z2, tl.zeros_like(b_z2), dtype), b_left, b_right),)
-    return b_s1.to(dtype), b_z1, first_directions(p_tiles, QUADRATIC, BLOCK_D, GROUP), b_groups
-
-
-@triton.jit
-def _read_whole(
-    b_x, scale, b_tiles, p_root, WHOLE: tl.constexpr, QUADRATIC: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr
-):  # fmt: skip
-    """What `_read_rows` gives, and the mean logit."""
-    b_s1, b_z1, b_first, b_groups = b_tiles
-    b_y = projected(b_x, b_first, QUADRATIC, PRECISION)
-    b_small = tl.dot(b_x, b_z1, input_precision="ieee") * scale
-    for i_group in tl.static_range(WHOLE):
-        b_s2, b_z2, b_left, b_right = b_groups[i_group]
-        b_root = tl.load(p_root + i_group * GROUP + tl.arange(0, GROUP))
-        b_phi = pairs(b_y, b_left, b_right, b_root, scale, PRECISION).to(b_x.dtype)
-        if i_group == 0:  # after the features: until then it would take registers
-            b_numerator = tl.dot(b_x, b_s1, input_precision=PRECISION) * scale
-        b_small += tl.dot(b_phi, b_z2, input_precision="ieee")
-        b_numerator += tl.dot(b_phi, b_s2, input_precision=PRECISION)
-    return b_numerator, _of_columns(b_small, 0), _of_columns(b_small, 1)
-
-
-@triton.jit
-def _whole_backward(
-    b_rows, b_dsmall, b_x, scale, b_tiles, p_tiles, p_root,
-    WHOLE: tl.constexpr, QUADRATIC: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """The gradient of scaled rows from those of numerator (b_rows), total and mean logit (b_dsmall, see `_twice`)."""
-    b_s1, b_z1, b_first, b_groups = b_tiles
-    b_y = projected(b_x, b_first, QUADRATIC, PRECISION)
-    b_dy = tl.zeros(b_y.shape, tl.float32)
-    for i_group in tl.static_range(WHOLE):
-        b_s2, b_z2, b_left, b_right = b_groups[i_group]
-        b_root = tl.load(p_root + i_group * GROUP + tl.arange(0, GROUP))
-        b_dphi = tl.dot(b_dsmall, tl.trans(b_z2), input_precision="ieee")
-        b_dphi += tl.dot(b_rows, tl.trans(b_s2), input_precision=PRECISION)
-        if WHOLE > 1 or GROUP > BLOCK_D:
-            # The factors of so many do not fit the registers until now: from directions loaded again they are formed again.
-            b_left, b_right = pair_directions(p_tiles, i_group, QUADRATIC, BLOCK_D, GROUP)
-        b_dy += pairs_backward(b_dphi * (b_root * scale)[None, :], b_y, b_left, b_right, PRECISION)
-    b_dx = projected_backward(b_dy, b_first, QUADRATIC, PRECISION)
-    b_dx += tl.dot(b_dsmall, tl.trans(b_z1), input_precision="ieee")
-    return b_dx + tl.dot(b_rows, tl.trans(b_s1), input_precision=PRECISION)
-
-
-@triton.jit
-def _twice(b_first, b_second, dtype: tl.constexpr):
-    """Two numbers of each row as they are multiplied with `_columns`."""
-    o_c = tl.arange(0, NARROW)[None, :]
-    return tl.where(o_c < 4, tl.where(o_c < 2, b_first[:, None], b_second[:, None]), 0.0).to(dtype)
 
 
 @triton.jit
@@ -208,7 +109,7 @@ def read(
     slope = tl.load(p_coefficients + 3 * i_map + 2)
     b_value_mean = tl.load(p_value_mean + i_state * BLOCK_V + tl.arange(0, BLOCK_V))
     if WHOLE:
-        b_tiles = _whole_tiles(
+        b_tiles = whole_tiles(
             p_sums, p_totals, p_key_mean, p_tiles, p_linear, dtype, WHOLE, QUADRATIC, BLOCK_D, BLOCK_V, GROUP
         )  # fmt: skip
     for i_tile in range(i_split * TILES, tl.minimum((i_split + 1) * TILES, tl.cdiv(N, BLOCK))):
@@ -216,7 +117,7 @@ def read(
         m_n = start + tl.arange(0, BLOCK) < N
         b_x, _ = load_unit_tile(p_query, start, stride_qn, m_n, EPS, UNIT, DIM, BLOCK, BLOCK_D)
         if WHOLE:
-            b_numerator, b_total, b_logit = _read_whole(
+            b_numerator, b_total, b_logit = read_whole(
                 b_x, scale, b_tiles, p_root, WHOLE, QUADRATIC, GROUP, PRECISION
             )
         else:
@@ -265,7 +166,7 @@ def read_backward(
     slope = tl.load(p_coefficients + 3 * i_map + 2)
     p_key_mean += i_state * BLOCK_D
     if WHOLE:
-        b_tiles = _whole_tiles(
+        b_tiles = whole_tiles(
             p_sums, p_totals, p_key_mean, p_tiles, p_linear, dtype, WHOLE, QUADRATIC, BLOCK_D, BLOCK_V, GROUP
         )  # fmt: skip
     b_dscale = tl.zeros([BLOCK], tl.float32)
@@ -278,7 +179,7 @@ def read_backward(
         b_x, b_factor = load_unit_tile(p_query, start, stride_qn, m_n, EPS, UNIT, DIM, BLOCK, BLOCK_D)
         b_loaded = load_tile(p_grad, start, stride_gn, m_n, DV, BLOCK, BLOCK_V)
         if WHOLE:
-            b_numerator, b_total, b_logit = _read_whole(
+            b_numerator, b_total, b_logit = read_whole(
                 b_x, scale, b_tiles, p_root, WHOLE, QUADRATIC, GROUP, PRECISION
             )
         else:
@@ -304,8 +205,8 @@ def read_backward(
             tl.store(p_dfloored + o_row, b_dfloored, mask=m_n)
 
         if WHOLE:
-            b_dx = _whole_backward(
-                b_grad.to(dtype), _twice(b_dtotal, b_dmean, dtype), b_x, scale, b_tiles, p_tiles, p_root, WHOLE, QUADRATIC,
+            b_dx = whole_backward(
+                b_grad.to(dtype), twice(b_dtotal, b_dmean, dtype), b_x, scale, b_tiles, p_tiles, p_root, WHOLE, QUADRATIC,
                 BLOCK_D, GROUP, PRECISION,
             )  # fmt: skip
         else:
@@ -380,7 +281,7 @@ def key_backward(
     p_value_mean += i_state * BLOCK_V
     p_to_mean += i_state * BLOCK_V
     if WHOLE:
-        b_tiles = _whole_tiles(
+        b_tiles = whole_tiles(
             p_dsums, p_dtotals, p_dkey_mean, p_tiles, p_linear, dtype, WHOLE, QUADRATIC, BLOCK_D, BLOCK_V, GROUP
         )  # fmt: skip
     first, last = i_split, i_split + 1
@@ -393,15 +294,15 @@ def key_backward(
         # What is masked gets zeros; what lies behind the end gets nothing.
         m_in = start + tl.arange(0, BLOCK) < N
         if WHOLE:
-            b_dv, _, _ = _read_whole(b_x, scale, b_tiles, p_root, WHOLE, QUADRATIC, GROUP, PRECISION)
+            b_dv, _, _ = read_whole(b_x, scale, b_tiles, p_root, WHOLE, QUADRATIC, GROUP, PRECISION)
             b_dv = tl.where(m_n[:, None], b_dv + tl.load(p_to_mean + o_v)[None, :], 0.0)
             store_tile(p_dvalue + i_state * N * DV, start, b_dv, m_in, DV, BLOCK, BLOCK_V)
             b_value = load_tile(p_value, start, stride_vn, m_n, DV, BLOCK, BLOCK_V).to(tl.float32)
             b_rows = (b_value - tl.load(p_value_mean + o_v)[None, :]).to(dtype)
             # Not of ones alone: an operand that is the same in every turn of a loop may be lost, see docs/kernels.md.
             b_seen = m_n.to(tl.float32)
-            b_dx = _whole_backward(
-                b_rows, _twice(b_seen, b_seen, dtype), b_x, scale, b_tiles, p_tiles, p_root, WHOLE, QUADRATIC, BLOCK_D, GROUP,
+            b_dx = whole_backward(
+                b_rows, twice(b_seen, b_seen, dtype), b_x, scale, b_tiles, p_tiles, p_root, WHOLE, QUADRATIC, BLOCK_D, GROUP,
                 PRECISION,
             )  # fmt: skip
         else:
