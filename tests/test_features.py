@@ -799,3 +799,41 @@ def test_a_map_does_not_depend_on_the_default_device():
         reseed(nn.ModuleList([features]), 2)
         features.resample(1)
     assert state_equal(features, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_state_dict_in_half_precision_loads_as_a_map_in_float32(dtype, assign, whole):
+    """A common way to make checkpoints smaller; `whole`: integers are cast, too."""
+    saved = MaclaurinFeatures(8, 32, construction="unbiased", scale=4.0, seed=0)
+    small = {
+        name: x.to(dtype) if whole or x.is_floating_point() else x for name, x in saved.state_dict().items()
+    }
+    loaded = MaclaurinFeatures(8, 32, construction="unbiased", scale=4.0, seed=1)
+    loaded.load_state_dict(small, assign=assign)
+    assert loaded.degrees == saved.degrees
+    assert {type(degree) for degree in loaded.degrees} == {int}
+    assert loaded.tail.dtype == loaded.feature_weights.dtype == torch.float32
+    x = normalize(torch.randn(2, 3, 8), dim=-1)
+    torch.testing.assert_close(loaded(x), saved(x), rtol=0.1, atol=0.05)
+    rmfa(x[None], x[None], x[None], loaded)
+
+
+def test_a_state_dict_without_values_loads_into_a_map_without_values():
+    with torch.device("meta"):
+        features, other = (MaclaurinFeatures(8, 32, seed=seed) for seed in (0, 1))
+    features.load_state_dict(other.state_dict())
+    assert features.degrees == other.degrees
+
+
+@pytest.mark.parametrize("bad", [torch.zeros(5, 8), torch.full((5, 8), torch.nan), torch.zeros(0, 8)])
+def test_directions_come_from_rows_that_have_some(bad):
+    features, good = MaclaurinFeatures(8, 16, seed=0), torch.randn(5, 8)
+    before = features.quadratic.clone()
+    for name, rows in (("query", (bad, good)), ("key", (good, bad))):
+        with pytest.raises(ValueError, match=f"{name} of shape .* has no directions"):
+            features.calibrate(*rows)
+    with pytest.raises(TypeError, match=r"key must be a floating-point tensor, got torch.int64"):
+        features.calibrate(good, torch.ones(5, 8, dtype=torch.int64))
+    assert torch.equal(features.quadratic, before)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from oracle import make_map
 
-from schoenbat import RMFAState, kernelized_attention, rmfa
+from schoenbat import MaclaurinFeatures, RMFAState, kernelized_attention, rmfa
 
 
 @pytest.fixture(params=["rmfa", "exact"])
@@ -135,3 +135,21 @@ def test_a_state_refuses_another_map_and_batch():
         state.reorder(torch.tensor([2]))
     with pytest.raises(TypeError, match="index must be a tensor of batch rows"):
         state.reorder([0])
+
+
+@pytest.mark.parametrize("flag", ["is_causal", "enable_gqa"])
+def test_a_word_is_no_flag(attend, flag):
+    with pytest.raises(ValueError, match=f"{flag} must be True or False, got 'no'"):
+        attend(*inputs(), **{flag: "no"})
+
+
+def test_what_lies_elsewhere_is_named(attend):
+    with pytest.raises(ValueError, match="scale is on meta but query is on cpu"):
+        attend(*inputs(), scale=torch.ones(3, device="meta"))
+    with pytest.raises(ValueError, match=r"the map is on meta, but query is on cpu; move the map"):
+        rmfa(*inputs(), MaclaurinFeatures(4, 12, device="meta"))
+
+
+def test_a_state_is_of_a_map():
+    with pytest.raises(TypeError, match="features must be a MaclaurinFeatures"):
+        RMFAState.zeros("exp", 1, 1, 4)

@@ -27,6 +27,12 @@ EXPRESSIONS = {
 from_expression = DotProductKernel.from_expression
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_formula_does_not_take_the_name_of_another_kernel(name):
+    with pytest.raises(ValueError, match=f"'{name}' is the name of another kernel"):
+        from_expression("1 + x + x**2", name=name)
+
+
 def product(first: list[Fraction], second: list[Fraction]) -> list[Fraction]:
     return [sum((first[k] * second[n - k] for k in range(n + 1)), Fraction(0)) for n in range(DEGREES)]
 

@@ -454,13 +454,39 @@ def test_a_mask_of_the_wrong_size_is_an_error(shape, is_causal):
         module(x, x, x, attn_mask=mask, is_causal=is_causal)
 
 
+@pytest.mark.parametrize("name", ["key_padding_mask", "attn_mask"])
+@pytest.mark.parametrize("wrong", ["no", torch.zeros(BATCH, LENGTH, dtype=torch.int64)])
+def test_masks_are_of_bool_or_float(name, wrong):
+    module, x = make(), inputs()
+    with pytest.raises(TypeError, match=f"{name} must be a tensor of bool, or of 0 and -inf, got"):
+        module(x, x, x, **{name: wrong})
+
+
+@pytest.mark.parametrize("name", ["bias", "add_bias_kv", "add_zero_attn", "batch_first"])
+def test_a_word_is_no_flag(name):
+    with pytest.raises(ValueError, match=f"{name} must be True or False, got 'no'"):
+        make(**{name: "no"})
+
+
+def test_weights_are_wanted_or_not():
+    module, x = make(), inputs()
+    with pytest.raises(ValueError, match="need_weights must be True or False"):
+        module(x, x, x, need_weights="no")
+
+
+@pytest.mark.parametrize("name", ["value_dim", "num_key_heads"])
+def test_widths_and_heads_follow_from_the_embedding(name):
+    with pytest.raises(ValueError, match=f"{name} follows from embed_dim and num_heads here, got 2"):
+        make(**{name: 2})
+
+
 def test_bad_padding_masks_are_errors():
     module, x = make(), inputs()
     with pytest.raises(ValueError, match="0 and -inf only"):
         module(x, x, x, key_padding_mask=torch.full((BATCH, LENGTH), 0.5))
-    with pytest.raises(ValueError, match="key_mask must have shape"):
+    with pytest.raises(ValueError, match=r"key_padding_mask must be \(B, n_k\) = "):
         module(x, x, x, key_padding_mask=padding(4, 4, 4)[:, 1:])
-    with pytest.raises(ValueError, match="key_mask must have shape"):
+    with pytest.raises(ValueError, match=r"key_padding_mask must be \(B, n_k\) = "):
         module(x, x, x, key_padding_mask=padding(4, 4))
 
 

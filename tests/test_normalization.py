@@ -110,10 +110,15 @@ def test_a_constant_row_gives_zeros_and_finite_gradients(mode, constant, dtype):
     assert x.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("constant", [0.1, 1e4, 1e30, -7.7])
-def test_a_constant_row_that_rounds_stays_in_the_unit_ball(constant):
-    x = torch.full((1, HEADS, 4, 7), constant, requires_grad=True)
-    out = PreSBN("token")(x)
+@pytest.mark.parametrize("constant", [0.1, 0.7, 3.3, 12.3, 1e4, -7.7])
+@pytest.mark.parametrize("width", [7, 8, 24, 64])
+def test_a_constant_row_whose_mean_is_rounded_gives_zeros_too(constant, width):
+    out = PreSBN("token")(torch.full((1, HEADS, 4, width), constant))
+    assert out.norm(dim=-1).max() < 1e-4
+
+
+def test_a_huge_constant_row_that_rounds_stays_in_the_unit_ball():
+    out = PreSBN("token")(torch.full((1, HEADS, 4, 7), 1e30))
     assert out.isfinite().all()
     assert (out.norm(dim=-1) <= 1 + 1e-6).all()
 

@@ -113,6 +113,11 @@ def test_causal_both_needs_an_even_number_of_heads():
         build_attention("softmax:causal=both", head_dim=8, num_heads=3)
 
 
+def test_an_option_is_given_once():
+    with pytest.raises(ValueError, match="option 'kernel' of attention 'schoenbat' is given twice"):
+        build_attention("schoenbat:kernel=inv,kernel=exp", head_dim=8, num_heads=2)
+
+
 def test_a_kernel_may_be_a_formula():
     attention = build_attention("schoenbat:kernel=(2+x)**2,num_features=32", head_dim=8, num_heads=2)
     assert attention.kernel.coefficients(3).tolist() == pytest.approx([4, 4, 1, 0], abs=1e-12)

@@ -129,7 +129,10 @@ def _spend_unbiased(
     powers = scale ** torch.arange(len(coefficients), dtype=torch.float64)
     shares = {n: share for n, share in enumerate((coefficients * powers).tolist()) if share > 0}
     if math.isinf(sum(shares.values())):
-        raise ValueError(f"a series at scale {scale:g} does not fit into float64; choose a smaller scale")
+        raise ValueError(
+            f"the powers of scale {scale:g}, up to degree {len(powers) - 1}, do not fit into float64; choose "
+            "a smaller scale"
+        )
     counts = _allocate(shares, spending.left, head_dim)
     sampled: dict[int, float] = {n: share for n, share in shares.items() if n not in counts}
     if sampled:

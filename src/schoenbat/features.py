@@ -2,7 +2,7 @@
 
 import math
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -172,14 +172,22 @@ class MaclaurinFeatures(nn.Module):
                 f"calibrate() turns the directions of an 'exact-low' map; this one is {self.construction!r}, "
                 "whose random directions must stay as they were drawn"
             )
-        moment = self._second_moment(query) + self._second_moment(key)
+        moment = self._second_moment("query", query) + self._second_moment("key", key)
         top = torch.linalg.eigh(moment).eigenvectors.flip(-1)  # (maps, d, d), largest eigenvalue first
         self.quadratic.copy_(top[..., : self.quadratic.shape[-1]])
         self.linear.copy_(top[..., : self.linear.shape[-1]] * math.sqrt(self.head_dim))
 
-    def _second_moment(self, x: Tensor) -> Tensor:
+    def _second_moment(self, name: str, x: Tensor) -> Tensor:
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            raise TypeError(f"{name} must be a floating-point tensor, got {getattr(x, 'dtype', x)!r}")
         rows = self._by_map(x).double()
-        return (rows.mT @ rows).sum((0, 2)) / max(1, rows.shape[0] * rows.shape[3])
+        moment = (rows.mT @ rows).sum((0, 2)) / max(1, rows.shape[0] * rows.shape[3])
+        if not (moment.isfinite().all() and moment.any()):
+            raise ValueError(
+                f"{name} of shape {tuple(x.shape)} has no directions: it needs rows that are not all zero, "
+                "and no NaN or infinite ones"
+            )
+        return moment
 
     def _by_map(self, x: Tensor) -> Tensor:
         """``(..., d) -> (B, maps, 1, n, d)``."""
@@ -287,9 +295,10 @@ class MaclaurinFeatures(nn.Module):
                 continue
             if saved.shape[:-1] == own.shape[:-1]:
                 self._replace(name, own.new_empty(saved.shape))
+        state_dict = _as_kept(state_dict, prefix, self._buffers | self._parameters)
         super()._load_from_state_dict(state_dict, prefix, *rest, **named)
         table = state_dict.get(prefix + "degree_table")
-        if table is not None and table.shape == (self.num_features,):
+        if table is not None and table.shape == (self.num_features,) and not table.is_meta:
             self.degrees = tuple(table.tolist())
 
     def extra_repr(self) -> str:
@@ -301,6 +310,15 @@ class MaclaurinFeatures(nn.Module):
         )
 
 
+def _as_kept(state_dict: Mapping[str, Any], prefix: str, names: Iterable[str]) -> dict[str, Any]:
+    """Of a state dict that was cast to half precision as a whole: integers, and numbers in float32."""
+    kept = dict(state_dict)
+    for key in {prefix + name for name in names} & kept.keys():
+        dtype = torch.int64 if key.endswith("degree_table") else _map_dtype(kept[key].dtype)
+        kept[key] = kept[key].to(dtype)
+    return kept
+
+
 def reseed(model: nn.Module, seed: int) -> None:
     """Redraw every map of a model, each from a seed of its own that follows from `seed`.
 
@@ -310,6 +328,8 @@ def reseed(model: nn.Module, seed: int) -> None:
         >>> torch.equal(model[0].quadratic, model[1].quadratic)
         False
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
     generator = torch.Generator("cpu").manual_seed(check_seed(seed))
     for module in model.modules():
         if isinstance(module, MaclaurinFeatures):

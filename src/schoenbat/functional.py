@@ -15,7 +15,7 @@ from schoenbat.ops import dispatch, exact
 from schoenbat.ops.blocks import FeatureMap
 from schoenbat.ops.eager_causal import Before, Sums
 from schoenbat.ops.unit_rows import UnitRows
-from schoenbat.options import check_count, check_dtype
+from schoenbat.options import check_count, check_dtype, check_flag
 from schoenbat.packed import attend_jagged, refuse_mask_beside_jagged
 from schoenbat.precision import without_autocast
 
@@ -58,6 +58,7 @@ def kernelized_attention(
         True
     """
     inputs = arrange(query, key, value, key_mask, enable_gqa)
+    check_flag("is_causal", is_causal)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     check_scale(scale, math.prod(inputs.query.shape[1:3]))
     with without_autocast(query):
@@ -145,6 +146,7 @@ def attend(
 ) -> Tensor:
     """`rmfa`, with queries and keys normalised by `unit_rows` on the way; if causal, from a `state` on."""
     inputs = arrange(query, key, value, key_mask, enable_gqa)
+    check_flag("is_causal", is_causal)
     dtype = inputs.query.dtype
     if state is not None:
         state._check(inputs.key, inputs.value, features)
@@ -199,6 +201,7 @@ class RMFAState:
         dtype: torch.dtype | None = None,
     ) -> "RMFAState":
         """A state that has seen nothing; device defaults to the map's, dtype is float32 at least."""
+        _check_is_map(features)
         for name, size in (("batch", batch), ("kv_heads", kv_heads), ("value_dim", value_dim)):
             check_count(name, size, 0)
         check_dtype("dtype", dtype)
@@ -421,6 +424,11 @@ def map_for(features: MaclaurinFeatures, rows: Tensor) -> FeatureMap:
     if rows.shape[-1] != features.head_dim:
         raise ValueError(
             f"the map was made for head_dim = {features.head_dim}, query and key have {rows.shape[-1]}"
+        )
+    if features.feature_weights.device != rows.device:
+        raise ValueError(
+            f"the map is on {features.feature_weights.device}, but query is on {rows.device}; move the map, "
+            "or the module that holds it, with .to()"
         )
     if features.num_heads is not None and features.num_heads != rows.shape[1]:
         raise ValueError(

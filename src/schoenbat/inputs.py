@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from schoenbat.ops.keeping import is_concrete
+from schoenbat.options import check_flag
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -31,6 +32,7 @@ class Arranged(NamedTuple):
 def arrange(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, enable_gqa: bool) -> Arranged:
     """Check everything that can be checked without looking at values."""
     check_tensors(query=query, key=key, value=value)
+    check_flag("enable_gqa", enable_gqa)
     query, key, value = to_autocast(query, key, value)
     tensors = {"query": query, "key": key, "value": value}
     for name, tensor in tensors.items():
@@ -104,6 +106,8 @@ def arrange_per_head(number: float | Tensor, query: Tensor) -> Tensor:
     dtype = torch.promote_types(query.dtype, torch.float32)
     if not isinstance(number, Tensor):
         return torch.full((heads, groups, 1, 1), number, dtype=dtype, device=query.device)
+    if number.device != query.device:
+        raise ValueError(f"scale is on {number.device} but query is on {query.device}; move one of them")
     return number.to(dtype).expand(heads * groups).reshape(heads, groups, 1, 1)
 
 

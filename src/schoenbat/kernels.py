@@ -140,6 +140,8 @@ class DotProductKernel:
             )
         if not radius > 0:
             raise ValueError(f"radius must be positive, got {radius}; pass math.inf for an entire function")
+        if name in _NAMED:
+            raise ValueError(f"{name!r} is the name of another kernel; choose one of your own, or none")
         expression, radius = expression.strip(), float(radius)
         name = expression if name is None else name
         function, logarithm, table = expressions.expand(expression, radius)

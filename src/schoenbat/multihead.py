@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from schoenbat.inputs import check_tensors
 from schoenbat.modules import SchoenbAt
-from schoenbat.options import check_count, check_dtype, check_number
+from schoenbat.options import check_count, check_dtype, check_flag, check_number
 from schoenbat.packed import refuse_mask_beside_jagged
 
 
@@ -72,6 +72,19 @@ class MultiheadSchoenbAt(nn.MultiheadAttention):
             raise ValueError(f"embed_dim must be divisible by num_heads, got {embed_dim} and {num_heads}")
         check_number("dropout", dropout, 0, 1)
         check_dtype("dtype", dtype)
+        for name, flag in (
+            ("bias", bias),
+            ("add_bias_kv", add_bias_kv),
+            ("add_zero_attn", add_zero_attn),
+            ("batch_first", batch_first),
+        ):
+            check_flag(name, flag)
+        for name in ("value_dim", "num_key_heads"):
+            if options.get(name) is not None:
+                raise ValueError(
+                    f"{name} follows from embed_dim and num_heads here, got {options[name]!r}; leave it out, "
+                    "or take SchoenbAt, which takes heads as they are"
+                )
         super().__init__(
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, **place
         )
@@ -119,6 +132,8 @@ class MultiheadSchoenbAt(nn.MultiheadAttention):
             refuse_mask_beside_jagged(key_padding_mask, attn_mask)
             return self._forward_nested(query, key, value, need_weights, average_attn_weights, is_causal)
         self._check(query, key, value)
+        _check_masks(key_padding_mask=key_padding_mask, attn_mask=attn_mask)
+        check_flag("need_weights", need_weights)
         batched, is_self_attention = query.dim() == 3, query is key
         if not batched:
             query, key, value = (x[None] for x in (query, key, value))
@@ -129,7 +144,7 @@ class MultiheadSchoenbAt(nn.MultiheadAttention):
             _check_size(attn_mask, query.shape[0] * self.num_heads, query.shape[1], key.shape[1])
         causal = _is_causal(attn_mask, is_causal)
         q, k, v = self._project(query, key, value)
-        key_mask = _key_mask(key_padding_mask)
+        key_mask = _key_mask(key_padding_mask, key.shape[:2])
         query_mask = key_mask if is_self_attention else None
         k, v, key_mask = self._add_keys(k, v, key_mask)
         out = self.attention(q, k, v, key_mask=key_mask, query_mask=query_mask, is_causal=causal)
@@ -230,13 +245,27 @@ class MultiheadSchoenbAt(nn.MultiheadAttention):
         return weights.mean(1) if average else weights
 
 
-def _key_mask(key_padding_mask: Tensor | None) -> Tensor | None:
+def _check_masks(**masks: Tensor | None) -> None:
+    for name, mask in masks.items():
+        if mask is None:
+            continue
+        if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
+            raise TypeError(
+                f"{name} must be a tensor of bool, or of 0 and -inf, got {getattr(mask, 'dtype', mask)!r}"
+            )
+
+
+def _key_mask(key_padding_mask: Tensor | None, keys: torch.Size) -> Tensor | None:
     """True = ignore, or 0 / −inf, becomes True = takes part.
 
     Only on the CPU is it looked at whether a mask holds nothing else: a GPU would have to be waited for.
     """
     if key_padding_mask is None:
         return None
+    if key_padding_mask.shape not in (keys, (1, keys[1])):
+        raise ValueError(
+            f"key_padding_mask must be (B, n_k) = {tuple(keys)}, got {tuple(key_padding_mask.shape)}"
+        )
     if key_padding_mask.dtype == torch.bool:
         return ~key_padding_mask
     ignored = key_padding_mask.isneginf()

@@ -175,6 +175,8 @@ def _parse_options(name: str, text: str, known: tuple[str, ...]) -> dict[str, An
             raise ValueError(f"option {part!r} of attention {name!r} has no value; write {option}=value")
         if option not in known:
             raise ValueError(f"unknown option {option!r} of attention {name!r}; known are {', '.join(known)}")
+        if option in options:
+            raise ValueError(f"option {option!r} of attention {name!r} is given twice; leave one out")
         options[option] = _parse_value(value)
     return options
 

@@ -264,5 +264,6 @@ def test_no_images():
 
 @pytest.mark.parametrize("options", [{"count": -1}, {"seed": -1}, {"workers": 0}])
 def test_bad_options_are_named(options):
-    with pytest.raises(ValueError, match=f"{next(iter(options))}={next(iter(options.values()))}"):
+    ((name, value),) = options.items()
+    with pytest.raises(ValueError, match=f"{name} must be an integer of at least ., got {value}"):
         pathfinder.generate(**{"count": 1, "seed": 0} | options)

@@ -1,10 +1,13 @@
-"""Blocks by several processes: their order, what an error does, and that they end when nobody wants more."""
+"""Blocks by several processes: their order, errors, and that processes end when nobody wants more of them."""
 
 import itertools
 import operator
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -38,3 +41,27 @@ def test_an_error_reaches_the_reader(workers):
 def test_many_processes_end_where_the_reader_has_enough():
     """In a process of its own: where they wait for one another, nothing else would end."""
     subprocess.run([sys.executable, "-c", STOPPED_EARLY], timeout=100, check=True)
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes where Linux lists them")
+def test_workers_end_with_a_parent_that_is_killed():
+    begun = STOPPED_EARLY.replace("blocks.close()", "print('begun', flush=True); input()")
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen([sys.executable, "-c", begun], **pipes, start_new_session=True) as parent:
+        assert parent.stdout.readline() == b"begun\n"
+        assert len(_living(group=parent.pid)) > 12
+        parent.kill()
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and _living(group=parent.pid):
+        time.sleep(0.1)
+    assert not _living(group=parent.pid)
+
+
+def _living(group):
+    """The states of a group's processes, but for those that have ended and whose parents do not ask."""
+    states = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # ended while it was looked for
+            state, _, number = path.read_text().rpartition(")")[2].split()[:3]
+            states += [state] if int(number) == group and state != "Z" else []
+    return states

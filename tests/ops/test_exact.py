@@ -133,3 +133,29 @@ def test_logits_beyond_the_range_are_named_where_there_is_no_radius():
     query, key = torch.full((2, 1, 1, 2, 1), 1e30).unbind()
     with pytest.raises(ValueError, match="beyond the range of"):
         kernelized_attention(query, key, key / 1e30, schoenbat.polynomial(1))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("kernel", ["exp", "inv"])
+def test_derivatives_of_all_kinds(kernel, is_causal):
+    """Forwards, by transforms, and of second order: an oracle is needed wherever `rmfa` can be called."""
+    query, key, value = (0.3 * rows(1, 2, 5, 4, seed=seed) for seed in range(3))
+    tangent, step = rows(*query.shape, seed=3), 1e-5
+    mask = torch.tensor([[True, True, False, True, True]])
+
+    def call(q):
+        return kernelized_attention(q, key, value, kernel, key_mask=mask, is_causal=is_causal)
+
+    slope = (call(query + step * tangent) - call(query - step * tangent)) / (2 * step)
+    _, by_transform = torch.func.jvp(call, (query,), (tangent,))
+    torch.testing.assert_close(by_transform, slope, rtol=1e-6, atol=1e-9)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(query, tangent)
+        forwards = torch.autograd.forward_ad.unpack_dual(call(dual)).tangent
+    torch.testing.assert_close(forwards, slope, rtol=1e-6, atol=1e-9)
+    gradient = torch.func.grad(lambda q: call(q).square().sum())
+    bend = (gradient(query + step * tangent) - gradient(query - step * tangent)) / (2 * step)
+    _, second = torch.func.jvp(gradient, (query,), (tangent,))
+    torch.testing.assert_close(second, bend, rtol=1e-6, atol=1e-9)
+    many = torch.stack([query, query.flip(-2)])
+    torch.testing.assert_close(torch.vmap(call)(many), torch.stack([call(q) for q in many]))

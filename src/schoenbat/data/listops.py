@@ -109,6 +109,8 @@ def evaluate(expression: str) -> int:
     >>> evaluate("[MED 1 4 ]"), evaluate("[SM 7 8 ]")
     (2, 5)
     """
+    if not isinstance(expression, str):
+        raise TypeError(f"an expression is a str, got {expression!r}")
     # The outermost list collects the value of the whole expression.
     operators: list[str] = []
     arguments: list[list[int]] = [[]]

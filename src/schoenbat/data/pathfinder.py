@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from schoenbat.data.arrays import Arrays, consecutive
 from schoenbat.data.progress import Step, silent
 from schoenbat.data.workers import blocks_in_order
+from schoenbat.options import check_count
 
 SIZE = 32
 TARGET_LENGTH = 14
@@ -79,10 +80,8 @@ def generate(count: int, seed: int, *, workers: int = 1, on_progress: Step = sil
     >>> images.shape, int(images.max()), labels.tolist()
     ((4, 32, 32), 255, [1, 1, 1, 0])
     """
-    if count < 0 or seed < 0 or workers < 1:
-        raise ValueError(
-            f"Pathfinder needs count >= 0, seed >= 0 and workers >= 1; got {count=}, {seed=}, {workers=}"
-        )
+    for name, value, least in (("count", count, 0), ("seed", seed, 0), ("workers", workers, 1)):
+        check_count(name, value, least)
     images = np.zeros((count, SIZE, SIZE), dtype=np.uint8)
     labels = np.zeros(count, dtype=np.int64)
     starts = range(0, count, IMAGES_PER_BLOCK)

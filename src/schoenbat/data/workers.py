@@ -1,10 +1,13 @@
 """What is generated block by block, by one process or by several: always in the same order."""
 
 import multiprocessing
+import os
 import signal
+import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
+from multiprocessing.connection import wait
 from typing import TypeVar
 
 Block = TypeVar("Block")
@@ -26,10 +29,8 @@ def blocks_in_order(
         yield from map(draw, numbers)
         return
     # Not multiprocessing.Pool: ended while its processes hand over what nobody wants any more, it may wait
-    # for itself for ever. Ctrl-C reaches every process; it is this one that ends the others.
-    pool = ProcessPoolExecutor(
-        workers, multiprocessing.get_context("spawn"), signal.signal, (signal.SIGINT, signal.SIG_IGN)
-    )
+    # for itself for ever.
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _end_with_the_parent)
     waiting: deque[Future[Block]] = deque()
     try:
         for number in numbers:
@@ -40,3 +41,19 @@ def blocks_in_order(
             yield waiting.popleft().result()
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _end_with_the_parent() -> None:
+    """What a worker begins with. Ctrl-C reaches every process; it is the parent that ends the others.
+
+    A parent that is killed ends nobody: its workers would wait for a reader for ever.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_follow, args=(parent.sentinel,), daemon=True).start()
+
+
+def _follow(sentinel: int) -> None:
+    wait([sentinel])
+    os._exit(1)

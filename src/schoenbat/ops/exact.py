@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from schoenbat.kernels import DotProductKernel
 from schoenbat.ops.flex import compiled_flex
-from schoenbat.ops.keeping import is_concrete
+from schoenbat.ops.keeping import is_concrete, is_transformed
 
 
 def attend(
@@ -62,6 +62,11 @@ def _visible(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool) -
 
 
 def _softmax(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scale: float) -> Tensor:
+    if is_transformed():  # PyTorch's own has no forward-mode derivatives, and no second ones
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        logits = query.to(dtype) @ key.to(dtype).mT * scale
+        logits = logits if visible is None else torch.where(visible, logits, -math.inf)
+        return logits.softmax(-1) @ value.to(dtype)
     groups = query.shape[2]
     q, k, v = (x.flatten(1, 2) for x in (query, key, value))
     out = F.scaled_dot_product_attention(

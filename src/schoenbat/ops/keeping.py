@@ -4,10 +4,16 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 _Made = TypeVar("_Made")
 _HELD_FOR_GRAPHS: list[object] = []
+
+
+def is_transformed() -> bool:
+    """Whether torch.func transforms are active, or derivatives are taken forwards."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def is_concrete(*tensors: Tensor) -> bool:

@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from schoenbat.ops.keeping import is_concrete
+from schoenbat.ops.keeping import is_concrete, is_transformed
 from schoenbat.precision import without_autocast
 
 
@@ -18,8 +17,7 @@ def as_operators() -> bool:
     Not under transforms: an operator has no forward-mode derivative and would give silent zeros. Nor for
     ONNX, which knows PyTorch's own operators only.
     """
-    transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-    return not (transformed or torch.onnx.is_in_onnx_export())
+    return not (is_transformed() or torch.onnx.is_in_onnx_export())
 
 
 def operator(name: str) -> Callable[[Callable[..., Any]], Any]:

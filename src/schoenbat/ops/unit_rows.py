@@ -20,7 +20,7 @@ class UnitRows(NamedTuple):
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.to(torch.promote_types(x.dtype, torch.float32))
         if self.centred:
-            rows = rows - rows.mean(-1, keepdim=True)
+            rows = _centred(_centred(rows))
         square = rows.square().sum(-1, keepdim=True)
         if is_concrete(square) and square.device.type == "cpu" and square.isinf().any():
             rows, square = _without_overflow(rows, square)
@@ -34,6 +34,11 @@ class UnitRows(NamedTuple):
     def code(self) -> int:
         """As kernels know it; 0 is for rows that stay as they are."""
         return 2 if self.centred else 1
+
+
+def _centred(rows: Tensor) -> Tensor:
+    """Less their means. Of a row of constants that leaves what a mean was rounded by; done again, nothing."""
+    return rows - rows.mean(-1, keepdim=True)
 
 
 def _without_overflow(rows: Tensor, square: Tensor) -> tuple[Tensor, Tensor]:

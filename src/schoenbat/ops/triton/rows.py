@@ -47,6 +47,8 @@ def unit_tile(b_x, EPS, UNIT: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constex
         b_rows = b_x.to(tl.float32)
         if UNIT > 1:
             b_rows = _centred(b_rows, DIM, BLOCK_D)
+            if b_x.dtype == tl.float32:  # else the mean of a row of constants is not rounded: see `unit_rows`
+                b_rows = _centred(b_rows, DIM, BLOCK_D)
         b_factor = tl.rsqrt(tl.maximum(tl.sum(b_rows * b_rows, axis=1), DIM * EPS))
         b_x = (b_rows * b_factor[:, None]).to(b_x.dtype)
     return b_x, b_factor
