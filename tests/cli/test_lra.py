@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -65,6 +66,18 @@ def test_a_complete_run_is_not_run_again_and_a_begun_one_not_overwritten(data, t
     over = invoke(*arguments)
     assert over.exit_code == 2
     assert "--resume" in over.output
+
+
+def test_a_run_of_other_data_is_another_run(data, tmp_path):
+    arguments = command(data, tmp_path, *SMALL)
+    assert invoke(*arguments).exit_code == 0
+    pixels, size = np.ones((24, 1024), dtype=np.uint8), {"train": 16, "validation": 4, "test": 4}
+    cache.write(data / "image", consecutive(pixels, np.full(24, 1024), np.arange(24) % 10, size), {}, {})
+    other = invoke(*arguments, "--resume")
+    assert other.exit_code == 2
+    assert re.search("data: '.*' there, '.*' here", " ".join(other.output.replace("│", " ").split()))
+    (data / "image").rename(data / "elsewhere")
+    assert "this run is complete" in invoke(*arguments, "--resume").output
 
 
 def test_timing(data, tmp_path):

@@ -126,6 +126,26 @@ def test_a_file_of_the_same_name_from_elsewhere_is_fetched_again(web, fetch, tmp
     assert fetch().read_bytes() == CONTENT
 
 
+def test_a_file_from_elsewhere_is_kept_until_another_is_on_its_way(web, tmp_path):
+    path = tmp_path / NAME
+    path.write_bytes(b"something else")
+    with pytest.raises(DataError, match="could not be read"):
+        download.download(f"http://127.0.0.1:9/{NAME}", tmp_path)
+    assert path.read_bytes() == b"something else"
+
+
+@pytest.mark.parametrize("kind", ["md5", "sha256"])
+def test_the_published_file_from_elsewhere_is_taken_as_it_is(web, monkeypatch, tmp_path, kind):
+    (tmp_path / NAME).write_bytes(CONTENT)
+    found, url = hashlib.new(kind, CONTENT).hexdigest(), web.url(NAME)
+    if kind == "md5":
+        monkeypatch.setitem(download.CHECKSUMS, NAME, found)
+    else:
+        url += f"#sha256={found}"
+    assert download.download(url, tmp_path).read_bytes() == CONTENT
+    assert not web.requests
+
+
 def test_the_published_checksum_is_checked(web, fetch, monkeypatch, tmp_path):
     good = hashlib.md5(CONTENT).hexdigest()
     monkeypatch.setitem(download.CHECKSUMS, NAME, good)

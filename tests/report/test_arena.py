@@ -1,6 +1,7 @@
 """The Long Range Arena, a line for each attention: ours below the paper's, nothing that was not run."""
 
 import re
+from dataclasses import replace
 
 import pytest
 from run_records import run, timing
@@ -154,6 +155,21 @@ def test_settings_that_were_tried_are_named_and_not_averaged():
     lines = arena.tuning_table(runs).splitlines()
     assert lines[2].startswith("| `softmax` | learning_rate 0.1 | 10,000 | 10.00 |")
     assert lines[3].startswith("| `softmax` | learning_rate 0.2 | 10,000 | 20.00 |")
+
+
+@pytest.mark.parametrize("changes", [{"settings": {"warmup": 1}}, {"data": "of another day"}])
+def test_runs_that_differ_in_more_than_their_seed_are_not_averaged(changes):
+    runs = [run(validation=0.3, settings={"warmup": 44}), run(validation=0.5, **changes)]
+    lines = arena.tuning_table(runs).splitlines()[2:]
+    assert [line.split("|")[4].strip() for line in lines] == ["30.00", "50.00"]
+
+
+def test_of_one_seed_the_latest_run_is_shown():
+    runs = [
+        replace(run(validation=validation), finished=day)
+        for validation, day in ((0.5, "2026-01-02"), (0.3, "2026-01-01"))
+    ]
+    assert arena.tuning_table(runs).splitlines()[2].startswith("| `softmax` | 10,000 | 50.00 |")
 
 
 @pytest.mark.parametrize("show", [arena.accuracy_table, arena.time_table, arena.memory_table])

@@ -232,3 +232,21 @@ def test_a_directory_without_results_is_explained(tmp_path):
         ValueError, match=r"there is no .*nowhere, neither .*; train with: schoenbat lra sweep"
     ):
         collect(tmp_path / "nowhere")
+
+
+def test_of_several_timings_the_latest_is_shown_whatever_its_seed():
+    old = replace(timing(990.0, seed=1), finished="2020-01-01")
+    assert tabulate([old, timing(10.0)]).rows[0].step_seconds == pytest.approx(0.01)
+
+
+def test_a_timing_unlike_those_of_other_attentions_is_left_out_and_named():
+    def timed(milliseconds, attention, batch_size, day):
+        options = {"task": "text", "batch_size": batch_size}
+        return replace(timing(milliseconds, attention=attention), options=options, finished=day)
+
+    runs = [timed(20.0, "rfa", 32, "2026-01-01"), timed(10.0, "softmax", 32, "2026-01-01")]
+    table = tabulate([*runs, timed(1.0, "softmax", 4, "2026-01-02")])
+    assert {row.attention: row.step_seconds for row in table.rows} == pytest.approx(
+        {"softmax": 0.01, "rfa": 0.02}
+    )
+    assert table.notes == ("left out: 1 timing of text softmax with batch_size=4",)

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from run_records import run
 
-from schoenbat.training.cells import Cell, SweepOptions, parse_train_option, train_command
+from schoenbat.training.cells import Cell, SweepOptions, is_known, parse_train_option, train_command
 
 
 @pytest.fixture
@@ -68,3 +69,17 @@ def test_the_command_says_whether_the_device_is_shared(options):
 
 def test_a_cell_that_is_named_twice_is_run_once(options):
     assert len(options(tasks=("text", "text"), attentions=("softmax", "softmax")).cells) == 1
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_a_run_in_another_precision_is_another_run(options, monkeypatch, has_gpu):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    usual, other = ("32-true", "bf16-mixed")[:: -1 if has_gpu else 1]
+    asked = options(train_options=())
+    known = {precision: run(settings={"precision": precision}) for precision in (usual, other)}
+    assert is_known(asked.cells[0], asked, [known[usual]])
+    assert not is_known(asked.cells[0], asked, [known[other]])
+    given = options(train_options=(("precision", other),))
+    assert is_known(given.cells[0], given, [known[other]])
+    on_cpu = options(train_options=(("accelerator", "cpu"),))
+    assert is_known(on_cpu.cells[0], on_cpu, [known["32-true"]])

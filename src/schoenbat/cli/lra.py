@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -106,7 +106,7 @@ def train(
     loss was NaN or infinite; 4: another process of the run ended early; 143 and 130: stopped by SIGTERM or
     Ctrl-C after saving.
     """
-    from schoenbat.training.options import RunOptions
+    from schoenbat.training.options import RunOptions, default_precision, runs_on_cuda
     from schoenbat.training.processes import is_restart, num_processes
     from schoenbat.training.protocol import Protocol
 
@@ -125,7 +125,7 @@ def train(
                 dropout=dropout,
             ),
         )
-        on_cuda = _device(accelerator) == "cuda"
+        on_cuda = runs_on_cuda(accelerator)
         options = RunOptions(
             task=task,
             attention=attention,
@@ -134,7 +134,7 @@ def train(
             accelerator=accelerator,
             devices=devices,
             strategy=strategy,
-            precision=precision or ("bf16-mixed" if on_cuda else "32-true"),
+            precision=precision or default_precision(accelerator),
             compiled=on_cuda and num_processes(devices) == 1 if compiled is None else compiled,
             timing=timing,
             alone=not shared_device,
@@ -142,18 +142,22 @@ def train(
         )
         directory = run_directory(out, task, attention, seed, timing=timing)
         if resume and (directory / RESULT).exists():
-            _refuse_other_result(directory / RESULT, options)
+            _refuse_other_result(directory / RESULT, options, data)
             console.print(f"{directory / RESULT} exists: this run is complete", soft_wrap=True)
             return
         loaded = _load(options, data, directory, resume=resume)
     _train(options, loaded, directory, resume=resume)
 
 
-def _refuse_other_result(path: Path, options: "RunOptions") -> None:
+def _refuse_other_result(path: Path, options: "RunOptions", data: Path) -> None:
+    from schoenbat.data.cache import read_manifest
+    from schoenbat.data.errors import DataError
     from schoenbat.training.checkpoint import refuse_other_options
 
-    wanted = json.loads(json.dumps(options.identity))
-    saved = read_result(path).options
+    result = read_result(path)
+    saved, wanted = dict(result.options), json.loads(json.dumps(options.identity))
+    with suppress(DataError):  # without the data the result is still what it is
+        saved["data"], wanted["data"] = result.record.data, read_manifest(data / options.task).fingerprint
     refuse_other_options(path, {name: saved.get(name) for name in wanted}, wanted)
 
 
@@ -161,13 +165,14 @@ def _load(options: "RunOptions", data: Path, directory: Path, *, resume: bool) -
     """The task, once it is clear that the run can begin."""
     from schoenbat.data import load
     from schoenbat.registry import build_attention
+    from schoenbat.training.options import runs_on_cuda
     from schoenbat.training.processes import STRATEGIES, is_first
 
     choices = {"accelerator": ACCELERATORS, "strategy": STRATEGIES, "precision": PRECISIONS}
     for name, known in choices.items():
         if getattr(options, name) not in known:
             raise ValueError(f"--{name} is one of {', '.join(known)}; got {getattr(options, name)!r}")
-    if options.accelerator == "cuda" and _device("cuda") != "cuda":
+    if options.accelerator == "cuda" and not runs_on_cuda("cuda"):
         raise ValueError("there is no GPU that PyTorch can use; leave --accelerator out, or set it to cpu")
     build_attention(options.attention, head_dim=32, num_heads=2, max_length=64)
     if find_checkpoint(directory) is not None and not resume and not options.timing:
@@ -187,6 +192,7 @@ def _train(options: "RunOptions", task: "Task", directory: Path, *, resume: bool
     from schoenbat.training.checkpoint import CheckpointError
     from schoenbat.training.failure import NonFiniteError
     from schoenbat.training.interruption import Interrupted
+    from schoenbat.training.options import runs_on_cuda
     from schoenbat.training.processes import LostProcessError, exit_code, is_first
 
     with _bar(options) as (bar, on_progress):
@@ -211,16 +217,10 @@ def _train(options: "RunOptions", task: "Task", directory: Path, *, resume: bool
                 raise typer.Exit(exit_code(EXIT_USAGE)) from None
             raise typer.BadParameter(str(error)) from error
     if record is not None:
-        device = _device(options.accelerator)
+        device = "cuda" if runs_on_cuda(options.accelerator) else "cpu"
         with explained():
             write_results(directory / RESULT, EXPERIMENT, options, [record], device=device)
         _print(record, directory)
-
-
-def _device(accelerator: str) -> str:
-    import torch
-
-    return "cuda" if accelerator in ("auto", "cuda") and torch.cuda.is_available() else "cpu"
 
 
 @contextmanager

@@ -51,10 +51,10 @@ def download(url: str, folder: Path, on_progress: Step = silent) -> Path:
     if target.is_file() and _recall(memory).get("url") == url:
         _verify(target, url, memory, wanted)
         return target
+    if target.is_file() and _is_published(target, wanted):
+        return target
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # What NAME.json says from here on is not true of a file from elsewhere.
-        target.unlink(missing_ok=True)
         _fetch(url, part, memory, on_progress)
     except urllib.error.HTTPError as error:
         raise DataError(f"{url} was refused: {error.code} {error.reason}") from error
@@ -72,6 +72,12 @@ def _file_name(url: str) -> str:
     return name
 
 
+def _is_published(path: Path, wanted: str) -> bool:
+    """Whether a file that somebody put there is the one that was asked for, wherever it is from."""
+    kind, expected = ("sha256", wanted) if wanted else ("md5", CHECKSUMS.get(path.name))
+    return expected is not None and checksum(path, kind) == expected
+
+
 def _fetch(url: str, part: Path, memory: Path, on_progress: Step) -> None:
     """Complete ``part``."""
     known = _recall(memory)
@@ -81,6 +87,8 @@ def _fetch(url: str, part: Path, memory: Path, on_progress: Step) -> None:
     with response:
         if resumed is None:
             done = 0
+            # What NAME.json says from here on is not true of a file from elsewhere.
+            part.with_suffix("").unlink(missing_ok=True)
             _remember(memory, url, response)
         total = _total(response, done)
         with part.open("ab" if resumed else "wb") as file:

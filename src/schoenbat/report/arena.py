@@ -3,6 +3,7 @@
 Each line of the paper stands above what was measured here of the same attention.
 """
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import mean
 
@@ -19,7 +20,7 @@ from schoenbat.report.lra import (
 from schoenbat.report.lra_tables import number, percent
 from schoenbat.report.markdown import NOT_MEASURED, table
 from schoenbat.report.paper import Figures, ablation, figures, method_of, name_of
-from schoenbat.training.record import NOT_SETTINGS, RunResult
+from schoenbat.training.record import RunResult
 
 TITLES = {
     "text": "Text",
@@ -162,13 +163,15 @@ def tuning_table(runs: Iterable[RunResult]) -> str:
 
     Runs of one line differ in their seed alone; what else was changed stands beside the attention.
     """
-    tried = [(run, best.validation) for run in runs if (best := run.record.best)]
-    changed = _changed([run for run, _ in tried])
+    tried = _latest(run for run in runs if run.record.best)
+    changed = _changed(tried)
     lines: dict[tuple[str, ...], dict[str, list[float]]] = {}
-    for run, validation in tried:
-        settings = (f"{name} {run.settings[name]}" for name in changed if name in run.settings)
+    for run in tried:
+        said = json.loads(run.way)
+        settings = (f"{name} {said[name]}" for name in changed if name in said)
         line = run.record.attention, ", ".join(settings), f"{run.record.steps:,}"
-        lines.setdefault(line, {}).setdefault(run.record.task, []).append(validation)
+        if run.record.best is not None:
+            lines.setdefault(line, {}).setdefault(run.record.task, []).append(run.record.best.validation)
     return table(
         ["attention", *(["settings"] if changed else []), "steps", *(TITLES[task] for task in TASKS)],
         [
@@ -189,15 +192,23 @@ def _named(attention: str) -> str:
     return f"{labels[attention]}: `{attention}`" if attention in labels else f"`{attention}`"
 
 
+def _latest(runs: Iterable[RunResult]) -> list[RunResult]:
+    """Of runs that were made alike, with one seed, the one that finished last."""
+    found: dict[tuple[str, str, int], RunResult] = {}
+    for run in runs:
+        key = run.record.attention, run.way, run.record.seed
+        if key not in found or run.finished >= found[key].finished:
+            found[key] = run
+    return list(found.values())
+
+
 def _changed(runs: Sequence[RunResult]) -> list[str]:
-    """Settings in which runs of one task differ, but for those that have a column of their own."""
+    """What runs of one task and as many steps, which have a column of their own, differ in."""
     changed = []
-    for task in TASKS:
-        settings = [run.settings for run in runs if run.record.task == task]
-        for name in dict.fromkeys(name for one in settings for name in one):
-            values = {str(one.get(name)) for one in settings}
-            # The warm-up is a share of the steps.
-            if len(values) > 1 and name not in (*NOT_SETTINGS, "steps", "warmup", "evaluate_every"):
+    for task, steps in dict.fromkeys((run.record.task, run.record.steps) for run in runs):
+        ways = [json.loads(run.way) for run in runs if (run.record.task, run.record.steps) == (task, steps)]
+        for name in dict.fromkeys(name for one in ways for name in one):
+            if len({str(one.get(name)) for one in ways}) > 1:
                 changed.append(name)
     return list(dict.fromkeys(changed))
 

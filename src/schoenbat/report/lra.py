@@ -1,6 +1,7 @@
 """The Long Range Arena in rows: all runs by task and attention, beside the paper."""
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,9 +151,7 @@ def _choose_trained(cell: list[RunResult], notes: list[str]) -> list[RunResult]:
     of = f"of {cell[0].record.task} {cell[0].record.attention}"
     for settings, group in groups.items():
         if settings != shown:
-            other, mine = json.loads(settings), json.loads(shown)
-            what = ", ".join(f"{name}={other.get(name)}" for name in _unequal([other, mine]))
-            notes.append(f"left out: {_count(len(group), 'run')} {of} with {what}")
+            notes.append(f"left out: {_count(len(group), 'run')} {of} with {_unlike(settings, shown)}")
     repeated = len(groups[shown]) - len(seeds[shown])
     if repeated:
         notes.append(f"left out: {_count(repeated, 'earlier run')} {of} with the same seed")
@@ -171,7 +170,23 @@ def _choose_timed(timed: list[RunResult], notes: list[str]) -> dict[Place, RunRe
     for (name, count), group in devices.items():
         if (name, count) != shown:
             notes.append(f"left out: {_count(len(group), 'timing')} on {count} × {name}")
-    return {(run.record.task, run.record.attention): run for run in devices[shown]}
+    return _timed_alike(devices[shown], notes)
+
+
+def _timed_alike(timed: list[RunResult], notes: list[str]) -> dict[Place, RunResult]:
+    """Of each task and attention the latest, of those made as most of the task if there are some."""
+    tasks = _grouped(timed, lambda run: run.record.task)
+    usual = {task: Counter(run.way for run in runs).most_common(1)[0][0] for task, runs in tasks.items()}
+    chosen: dict[Place, RunResult] = {}
+    places = _grouped(timed, lambda run: (run.record.task, run.record.attention))
+    for (task, attention), runs in places.items():
+        shown = max(runs, key=lambda run: (run.way == usual[run.record.task], run.finished))
+        chosen[task, attention] = shown
+        for way, others in _grouped(runs, lambda run: run.way).items():
+            if way != shown.way:
+                what = f"{task} {attention} with {_unlike(way, shown.way)}"
+                notes.append(f"left out: {_count(len(others), 'timing')} of {what}")
+    return chosen
 
 
 def _differences(how: str, runs: dict[Place, RunResult]) -> Iterator[str]:
@@ -183,6 +198,12 @@ def _differences(how: str, runs: dict[Place, RunResult]) -> Iterator[str]:
         for name in _unequal(list(settings.values())):
             values = (f"{one.get(name)} for {attention}" for attention, one in settings.items())
             yield f"{task}: the attentions were not {how} alike, {name} was {', '.join(values)}"
+
+
+def _unlike(way: str, shown: str) -> str:
+    """How runs were made that are left out, where that differs from those that are shown."""
+    other, mine = json.loads(way), json.loads(shown)
+    return ", ".join(f"{name}={other.get(name)}" for name in _unequal([other, mine]))
 
 
 def _unequal(settings: Sequence[dict[str, Any]]) -> list[str]:

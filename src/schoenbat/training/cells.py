@@ -13,6 +13,7 @@ import torch
 from schoenbat.data.cache import read_manifest
 from schoenbat.data.errors import DataError
 from schoenbat.registry import build_attention
+from schoenbat.training.options import default_precision
 from schoenbat.training.protocol import OF_WHOLE_RUNS, Protocol
 from schoenbat.training.record import (
     NOT_SETTINGS,
@@ -197,6 +198,8 @@ def _wanted(cell: Cell, options: SweepOptions) -> dict[str, str]:
         known, value = FLAGS.get(name, (name.replace("-", "_"), value))
         if known not in NOT_SETTINGS:
             wanted[known] = value
+    given = dict(options.train_options)
+    wanted.setdefault("precision", default_precision(given.get("accelerator", "auto")))
     # What was not given is as published.
     for name, value in asdict(Protocol.paper(cell.task, steps=options.steps(cell.task))).items():
         if not isinstance(value, tuple):

@@ -3,7 +3,19 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+
 from schoenbat.training.protocol import Protocol
+
+
+def runs_on_cuda(accelerator: str) -> bool:
+    """Whether a run goes to a GPU on this machine."""
+    return accelerator in ("auto", "cuda") and torch.cuda.is_available()
+
+
+def default_precision(accelerator: str) -> str:
+    """What a run is trained in where nobody says."""
+    return "bf16-mixed" if runs_on_cuda(accelerator) else "32-true"
 
 
 @dataclass(frozen=True)
