@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from schoenbat.cli import app
 from schoenbat.data import cache
 from schoenbat.data.arrays import consecutive
+from schoenbat.training.claim import claim, told_who_holds
 from schoenbat.training.record import CHECKPOINT, LOG, RESULT, run_directory
 
 SMALL = ["--steps", "8", "--batch-size", "4", "--evaluate-every", "4"]
@@ -66,6 +67,22 @@ def test_a_complete_run_is_not_run_again_and_a_begun_one_not_overwritten(data, t
     over = invoke(*arguments)
     assert over.exit_code == 2
     assert "--resume" in over.output
+
+
+def test_a_directory_belongs_to_one_program(data, tmp_path, monkeypatch):
+    arguments, directory = (
+        command(data, tmp_path, *SMALL),
+        run_directory(tmp_path / "runs", "image", "mean", 0),
+    )
+    with claim(directory):
+        refused = invoke(*arguments)
+        assert refused.exit_code == 2
+        assert "another program trains in" in " ".join(refused.output.replace("│", " ").split())
+        # A sweep holds it for the run that it starts.
+        for name, value in told_who_holds(directory).items():
+            monkeypatch.setenv(name, value)
+        assert invoke(*arguments).exit_code == 0
+    assert claim(directory) is not None
 
 
 def test_a_run_of_other_data_is_another_run(data, tmp_path):

@@ -2,6 +2,8 @@
 
 import itertools
 import operator
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -24,6 +26,16 @@ for _ in range(2):
     blocks.close()
 """
 
+ENDLESS = """
+import itertools, operator
+from functools import partial
+from schoenbat.data.workers import blocks_in_order
+
+for place, block in enumerate(blocks_in_order(partial(operator.mul, bytes(1_000)), itertools.count(1), 6)):
+    if place == 20:
+        print("begun", flush=True)
+"""
+
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_the_order_is_that_of_the_numbers(workers):
@@ -44,13 +56,18 @@ def test_many_processes_end_where_the_reader_has_enough():
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes where Linux lists them")
-def test_workers_end_with_a_parent_that_is_killed():
-    begun = STOPPED_EARLY.replace("blocks.close()", "print('begun', flush=True); input()")
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen([sys.executable, "-c", begun], **pipes, start_new_session=True) as parent:
+@pytest.mark.parametrize("stop", ["killed", "asked by Ctrl-C, again and again"])
+def test_workers_end_with_a_parent_that_is(stop):
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen([sys.executable, "-c", ENDLESS], **pipes, start_new_session=True) as parent:
         assert parent.stdout.readline() == b"begun\n"
-        assert len(_living(group=parent.pid)) > 12
-        parent.kill()
+        assert len(_living(group=parent.pid)) > 6
+        if stop == "killed":
+            parent.kill()
+        else:
+            for _ in range(3):
+                os.killpg(parent.pid, signal.SIGINT)
+                time.sleep(0.1)
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and _living(group=parent.pid):
         time.sleep(0.1)

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -106,8 +106,9 @@ def train(
     loss was NaN or infinite; 4: another process of the run ended early; 143 and 130: stopped by SIGTERM or
     Ctrl-C after saving.
     """
+    from schoenbat.training.claim import claimed
     from schoenbat.training.options import RunOptions, default_precision, runs_on_cuda
-    from schoenbat.training.processes import is_restart, num_processes
+    from schoenbat.training.processes import is_first, is_restart, num_processes
     from schoenbat.training.protocol import Protocol
 
     # torchrun starts all processes again when one has failed: they go on where they were.
@@ -146,7 +147,9 @@ def train(
             console.print(f"{directory / RESULT} exists: this run is complete", soft_wrap=True)
             return
         loaded = _load(options, data, directory, resume=resume)
-    _train(options, loaded, directory, resume=resume)
+        held = claimed(directory) if is_first() else nullcontext()
+    with held:
+        _train(options, loaded, directory, resume=resume)
 
 
 def _refuse_other_result(path: Path, options: "RunOptions", data: Path) -> None:

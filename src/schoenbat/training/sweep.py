@@ -15,16 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from schoenbat.files import try_lock
 from schoenbat.training.cells import GRACE, Cell, SweepOptions, disagreement, is_done, is_known, train_command
+from schoenbat.training.claim import claim, told_who_holds
 from schoenbat.training.gathered import read_runs
 from schoenbat.training.log import read_log
 from schoenbat.training.record import LOG, RESULT, find_checkpoint, read_result
 
-LOCK = ".lock"
 STDERR = "stderr.txt"
 DONE = "it is done"
-LOCKED = "another sweep is running it"
+LOCKED = "another program is running it"
 _POLL = 0.05
 _REPORT = 1.0
 _STDERR_LINES = 40
@@ -188,12 +187,10 @@ def _last_start(lines: list[str], character: str) -> int | None:
 def _start(cell: Cell, options: SweepOptions, command: Command | None) -> "_Process | Skipped | Failed":
     directory = cell.directory(options.out)
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        lock = (directory / LOCK).open("wb")
+        lock = claim(directory)
     except OSError as error:
         return Failed(cell, f"{directory} cannot be written ({error.strerror})", directory)
-    if not try_lock(lock):
-        lock.close()
+    if lock is None:
         return Skipped(cell, LOCKED)
     obstacle = _clear_result(cell, options)
     if obstacle:
@@ -211,6 +208,7 @@ def _start(cell: Cell, options: SweepOptions, command: Command | None) -> "_Proc
             start_new_session=True,
             # Where a sweep is killed and its runs live on, they keep their locks.
             pass_fds=(lock.fileno(),),
+            env=told_who_holds(directory),
         )
     return _Process(cell, handle, lock, stderr, time.monotonic(), resumed)
 
