@@ -183,7 +183,7 @@ POISONED = st.builds(
 
 def poisoned_tensors(case: Poisoned) -> tuple[list[Tensor], list[Tensor], Tensor] | None:
     """Clean tensors, the same with poison in the first batch row, and which rows are clean."""
-    clean = [x.contiguous() for x in case.call.inputs.tensors()]
+    clean = [x.contiguous().clone() for x in case.call.inputs.tensors()]
     place = ["query", "key", "value"].index(case.where)
     if not clean[place].numel():
         return None

@@ -252,7 +252,8 @@ def poison_stays_in_its_batch_row_of_every_attention(case: AnyAttention) -> None
     module = case.build()
     if module.training and "batch" in case.text:
         return  # statistics of the whole batch are what it asked for
-    clean = [x.contiguous() for x in case.inputs.tensors()]
+    # Copies, as the others are: how memory is aligned decides about the last bit of PyTorch's softmax.
+    clean = [x.contiguous().clone() for x in case.inputs.tensors()]
     poison = (math.nan, math.inf)[case.inputs.seed % 2]
     dirty = [x.clone() for x in clean]
     dirty[case.inputs.seed % 3][0, 0, -1, 0] = poison
