@@ -125,7 +125,7 @@ class DotProductKernel:
         Args:
             expression: the formula in Python's notation.
             radius: the radius of convergence, or less.
-            name: None for the formula itself.
+            name: None for the formula itself; not that of another kernel, such as ``"exp"``.
 
         >>> DotProductKernel.from_expression("2 - sqrt(1 - x)", radius=1.0).coefficients(3)
         tensor([1.0000, 0.5000, 0.1250, 0.0625], dtype=torch.float64)
