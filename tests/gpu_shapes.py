@@ -142,9 +142,10 @@ def main() -> None:
     with ThreadPoolExecutor(arguments.jobs) as pool:
         for case, problem in zip(cases, pool.map(problem_of, cases), strict=True):
             problems[str(case)] = problem
+            # At once: of a run that is ended early, what it reached is not lost.
+            write_report(arguments.report, "gpu_shapes", problems)
             if problem is not None:
                 print(f"{case}: {problem}", flush=True)
-    write_report(arguments.report, "gpu_shapes", problems)
     failed = sum(problem is not None for problem in problems.values())
     print(f"{len(cases)} shapes, seed {arguments.seed}, {failed} failed")
     sys.exit(failed > 0)

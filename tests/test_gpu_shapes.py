@@ -68,6 +68,26 @@ def test_what_goes_wrong_is_reported(tmp_path, monkeypatch):
     assert 0 < report.count("error 6e-01") == report.count(",causal&quot;") + report.count(',causal"')
 
 
+def test_what_was_reached_is_reported_when_a_run_is_ended_early(tmp_path, monkeypatch):
+    left = iter([None, "error 6e-01, above 0.03"])
+
+    def fail_or_end(case):
+        try:
+            return next(left)
+        except StopIteration:
+            raise KeyboardInterrupt from None
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu_shapes, "problem_of", fail_or_end)
+    monkeypatch.setattr(
+        sys, "argv", ["gpu_shapes.py", str(tmp_path / "shapes.xml"), "--cases", "5", "--jobs", "1"]
+    )
+    with pytest.raises(KeyboardInterrupt):
+        gpu_shapes.main()
+    report = (tmp_path / "shapes.xml").read_text()
+    assert (report.count("<testcase"), report.count("<failure")) == (2, 1)
+
+
 def test_a_process_that_dies_is_a_problem(monkeypatch):
     for stderr, message in [
         ("", "exit code -11: no message"),
