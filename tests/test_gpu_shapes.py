@@ -49,13 +49,13 @@ def test_a_gain_that_is_off_is_found(monkeypatch):
 
 
 def test_what_is_not_a_number_is_too_large():
-    assert gpu_shapes.too_large({"output": 0.01, "q": float("nan")}) == "error nan of q, above 0.03"
+    assert gpu_shapes.too_large({"output": 0.01, "q": float("nan")}) == "error nan of q, above 0.05"
     assert gpu_shapes.too_large({"output": 0.01}) is None
 
 
 def test_what_goes_wrong_is_reported(tmp_path, monkeypatch):
     def fail(case):
-        return "error 6e-01, above 0.03" if case.form == "causal" else None
+        return "error 6e-01, above 0.05" if case.form == "causal" else None
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(gpu_shapes, "problem_of", fail)
@@ -69,7 +69,7 @@ def test_what_goes_wrong_is_reported(tmp_path, monkeypatch):
 
 
 def test_what_was_reached_is_reported_when_a_run_is_ended_early(tmp_path, monkeypatch):
-    left = iter([None, "error 6e-01, above 0.03"])
+    left = iter([None, "error 6e-01, above 0.05"])
 
     def fail_or_end(case):
         try:
