@@ -28,9 +28,9 @@ from schoenbat.ops.triton import launch
 WIDTHS = (16, 24, 32, 48, 64, 96, 128)
 FORMS = ("bidirectional", "causal", "window", "causal window", "trained", "causal trained")
 LENGTH = 300
-# Rounding leaves a few units in the last place of bfloat16, 0.4 % each. Gradients of queries that see few keys
-# nearly cancel, and have more: 3.4 % were measured where rounding features, scores and output alone, the rest
-# in float64, makes 2.9 %. Wrong kernels had errors from 7 % on.
+# Rounding leaves a few units in the last place of bfloat16, 0.4 % each. Gradients of queries that see few
+# keys nearly cancel, and have more: 3.4 % were measured where rounding features, scores and output alone, the
+# rest in float64, makes 2.9 %. Wrong kernels had errors from 7 % on.
 TOLERANCE = 0.05
 SECONDS = 300
 

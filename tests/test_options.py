@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from schoenbat.options import MOST, check_count, check_dtype, check_flag, check_number, check_seed
+from schoenbat.options import (
+    MOST,
+    check_count,
+    check_device,
+    check_dtype,
+    check_flag,
+    check_number,
+    check_seed,
+)
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.0, 2.5, "3", None, True, math.nan])
@@ -50,6 +58,20 @@ def test_a_flag_is_true_or_false(value):
     assert check_flag("post", False) is False
     with pytest.raises(ValueError, match="post must be True or False, got "):
         check_flag("post", value)
+
+
+def test_a_device_is_there(monkeypatch):
+    assert check_device("cpu") == torch.device("cpu")
+    with pytest.raises(ValueError, match="there is no device 'foo'; use cpu"):
+        check_device("foo")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="'cuda' was asked for, but PyTorch sees no GPU"):
+        check_device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert check_device("cuda:1").index == 1
+    with pytest.raises(ValueError, match="last GPU is cuda:1"):
+        check_device("cuda:2")
 
 
 def test_integers_of_numpy_are_integers():

@@ -36,6 +36,21 @@ def check_dtype(name: str, dtype: Any) -> None:
         raise ValueError(f"{name} must be a floating-point torch.dtype or None, got {dtype!r}")
 
 
+def check_device(name: str) -> torch.device:
+    """A device that is there."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"there is no device {name!r}; use cpu, cuda or cuda:1") from None
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(f"device {name!r} was asked for, but PyTorch sees no GPU; use cpu")
+        if device.index is not None and device.index >= torch.cuda.device_count():
+            last = torch.cuda.device_count() - 1
+            raise ValueError(f"device {name!r} was asked for, but PyTorch's last GPU is cuda:{last}")
+    return device
+
+
 def check_seed(seed: Any) -> int:
     """An integer that torch's generators take."""
     is_integer = isinstance(seed, numbers.Integral) and not isinstance(seed, bool)

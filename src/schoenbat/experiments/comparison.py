@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from schoenbat.experiments.measurement import available_memory, peak_memory, time_call
-from schoenbat.experiments.speed import FORWARD, PASSES, SpeedOptions, _forward
+from schoenbat.experiments.speed import FORWARD, PASSES, _forward
 from schoenbat.normalization import PreSBN
+from schoenbat.options import check_device
 from schoenbat.registry import attention_names, build_attention, with_seed
 
 ALL = "all"
@@ -63,7 +64,7 @@ class SpeedComparison(ComparisonOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        SpeedOptions(kernels=(), device=self.device)  # refuses a device that is not there
+        check_device(self.device)
 
     @classmethod
     def quick(cls, **options: Any) -> "SpeedComparison":

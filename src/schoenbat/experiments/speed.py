@@ -20,6 +20,7 @@ from schoenbat.features import MaclaurinFeatures
 from schoenbat.functional import kernelized_attention, rmfa
 from schoenbat.kernels import kernel as get_kernel
 from schoenbat.normalization import PreSBN
+from schoenbat.options import check_device
 
 FORWARD = "forward"
 BACKWARD = "forward+backward"
@@ -53,13 +54,11 @@ class SpeedOptions:
     """``"replay"`` of a CUDA graph, or ``"call"``."""
 
     def __post_init__(self) -> None:
-        on_gpu = torch.device(self.device).type == "cuda"
+        on_gpu = check_device(self.device).type == "cuda"
         object.__setattr__(self, "dtype", "bfloat16" if on_gpu else "float32")
         object.__setattr__(self, "timed", "replay" if on_gpu else "call")
         for kernel in self.kernels:
             get_kernel(kernel)
-        if on_gpu and not torch.cuda.is_available():
-            raise ValueError(f"device {self.device!r} was asked for, but PyTorch sees no GPU; use cpu")
 
     @classmethod
     def quick(cls, **options: Any) -> "SpeedOptions":

@@ -3,9 +3,7 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import torch
-
-from schoenbat.options import check_count, check_number, check_seed
+from schoenbat.options import check_count, check_device, check_number, check_seed
 
 # Softmax without and with ppSBN: the paper's figure. Past it SchoenbAt, by default and as the paper has it.
 ATTENTIONS = (
@@ -64,8 +62,7 @@ class TranslationOptions:
         check_number("learning_rate", self.learning_rate, 0)
         if not self.attentions:
             raise ValueError("there is no attention to train with; name one with --attentions")
-        if torch.device(self.device).type == "cuda" and not torch.cuda.is_available():
-            raise ValueError(f"device {self.device!r} was asked for, but PyTorch sees no GPU; use cpu")
+        check_device(self.device)
 
     @classmethod
     def quick(cls, **options: Any) -> "TranslationOptions":

@@ -11,7 +11,7 @@ from torch import Tensor
 from schoenbat.ops.triton.plan import Plan, is_roomy, padded
 
 # With so many, three programs of four warps fit a multiprocessor instead of two, six of two instead of four.
-FEWER_REGISTERS = 168
+_FEWER_REGISTERS = 168
 
 
 class Tiles(NamedTuple):
@@ -65,7 +65,7 @@ def tiles_of_sums(tiles: Tiles, block_d: int, block_v: int) -> Tiles:
     if tiles.block == 128:
         return Tiles(64, 4, 2)
     is_narrow = tiles.num_warps == 2 and tiles.block == 64 and max(block_d, block_v) <= 32
-    return tiles._replace(registers=FEWER_REGISTERS) if is_narrow else tiles
+    return tiles._replace(registers=_FEWER_REGISTERS) if is_narrow else tiles
 
 
 def tiles_of_read(tiles: Tiles, plan: Plan) -> Tiles:
@@ -90,7 +90,7 @@ def causal_tiles_for(dtype: torch.dtype, block_d: int, block_v: int, quadratic: 
         return Tiles(16, 8, 2)
     tiles = tiles_for(dtype, block_d, block_v, quadratic)
     if tiles.block == 64 and max(block_d, block_v) <= 32:
-        return tiles._replace(registers=FEWER_REGISTERS)
+        return tiles._replace(registers=_FEWER_REGISTERS)
     return Tiles(64, 8, 2) if tiles.block == 128 else tiles
 
 
@@ -99,7 +99,7 @@ def causal_tiles_of_read(tiles: Tiles, plan: Plan) -> Tiles:
     if is_of_one_group(tiles, plan):
         return tiles._replace(num_stages=2)
     if tiles.num_warps == 4 and tiles.block == 64:
-        return tiles._replace(registers=FEWER_REGISTERS)
+        return tiles._replace(registers=_FEWER_REGISTERS)
     return _of_wide_heads(tiles)
 
 
