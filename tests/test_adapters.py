@@ -151,3 +151,8 @@ def test_values_of_another_width(inputs, option):
     query, key, value = inputs
     attention = build(f"schoenbat:value_dim=5,{option}")
     assert attention(query, key, value[..., :5]).shape == (2, 2, 7, 5)
+
+
+def test_a_convolution_of_no_values_is_nothing():
+    empty = torch.zeros(2, 2, 0, 8, dtype=torch.float64)
+    assert build("softmax:conv=5")(empty, empty, empty).shape == empty.shape

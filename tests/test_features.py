@@ -837,3 +837,47 @@ def test_directions_come_from_rows_that_have_some(bad):
     with pytest.raises(TypeError, match=r"key must be a floating-point tensor, got torch.int64"):
         features.calibrate(good, torch.ones(5, 8, dtype=torch.int64))
     assert torch.equal(features.quadratic, before)
+
+
+def of_other_degrees(features):
+    """A map of the same sizes that was drawn with other degrees."""
+    drawn = (MaclaurinFeatures(8, 16, construction="paper", seed=seed) for seed in range(1, 1000))
+    own = {name: tensor.shape for name, tensor in features.named_buffers()}
+    return next(
+        other
+        for other in drawn
+        if {name: tensor.shape for name, tensor in other.named_buffers()} == own
+        and other.degrees != features.degrees
+    )
+
+
+@pytest.mark.parametrize("trainable", [False, True])
+def test_what_is_written_into_a_map_in_place_brings_its_degrees(trainable):
+    """As DDP does, which copies the first rank's parameters and buffers to all others."""
+    features = MaclaurinFeatures(8, 16, construction="paper", seed=0, trainable=trainable)
+    x = torch.randn(5, 8)
+    features(x)
+    other = of_other_degrees(MaclaurinFeatures(8, 16, construction="paper", seed=0))
+    with torch.no_grad():
+        for name in ("linear", "quadratic", "tail", "feature_weights", "degree_table"):
+            getattr(features, name).copy_(getattr(other, name))
+    assert features.degrees == other.degrees
+    torch.testing.assert_close(features(x), other(x), rtol=0, atol=0)
+
+
+def test_a_map_is_called_with_the_tensors_of_another():
+    features = MaclaurinFeatures(8, 16, construction="paper", seed=0)
+    other, x = MaclaurinFeatures(8, 16, construction="paper", seed=3), torch.randn(5, 8)
+    before = features(x)
+    got = torch.func.functional_call(features, dict(other.named_buffers()), (x,))
+    torch.testing.assert_close(got, other(x), rtol=0, atol=0)
+    torch.testing.assert_close(features(x), before, rtol=0, atol=0)
+
+
+def test_parts_of_two_maps_are_refused():
+    features = MaclaurinFeatures(64, 128, construction="unbiased", scale=4.0, seed=0)
+    others = (MaclaurinFeatures(64, 128, construction="unbiased", scale=4.0, seed=s) for s in range(1, 100))
+    other = next(x for x in others if x.tail.shape != features.tail.shape)
+    features.degree_table.copy_(other.degree_table)
+    with pytest.raises(ValueError, match="parts of two maps were mixed"):
+        features(torch.randn(5, 64))

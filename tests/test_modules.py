@@ -954,3 +954,13 @@ def test_a_compiled_module_can_be_pickled():
     module.features.compile()
     other = pickle.loads(pickle.dumps(module))
     assert torch.equal(other.features.tail, module.features.tail)
+
+
+def test_calibrate_takes_one_mask_for_the_whole_batch():
+    options = {"construction": "exact-low", "normalization": None, "center_keys": "learned", "seed": 0}
+    one, each = (SchoenbAt(16, 4, 64, **options) for _ in range(2))
+    q = torch.randn(2, 4, 10, 16)
+    mask = (torch.arange(10) < 7)[None]
+    one.calibrate(q, q, q, key_mask=mask)
+    each.calibrate(q, q, q, key_mask=mask.expand(2, -1))
+    torch.testing.assert_close(one.key_center, each.key_center)

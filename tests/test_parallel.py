@@ -248,6 +248,7 @@ def failures(group: dist.ProcessGroup) -> dict[str, str]:
 
     calls = {
         "lengths": call(k=key, is_causal=True),
+        "flag": call(is_causal="no"),
         "reference": call(implementation="reference"),
         "triton": call(implementation="triton"),
         "unknown": call(implementation="fast"),
@@ -488,6 +489,7 @@ def check_counts(found: dict, rank: int, world: int) -> None:
 def check_errors(raised: dict[str, str]) -> None:
     expected = {
         "lengths": r"ValueError: causal .* as many queries as keys .* rank \d has 4 and 3; cut both",
+        "flag": "ValueError: is_causal must be True or False, got 'no'",
         "reference": "NotImplementedError: implementation='reference' .* use 'auto', 'eager' or",
         "triton": "NotImplementedError: implementation='triton' cannot run this call: .*float64; use",
         "unknown": "ValueError: unknown implementation 'fast'",

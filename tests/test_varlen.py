@@ -214,3 +214,29 @@ def test_autocast_gives_the_dtype_of_the_dense_call():
         out = rmfa_varlen(query, query, query, features, starts((3, 5)))
         dense = rmfa(*(query.transpose(0, 1)[None] for _ in range(3)), features)
     assert out.dtype == dense.dtype == torch.bfloat16
+
+
+def test_without_any_query_gradients_are_zero_and_inputs_are_checked():
+    features = make_map("exact-low")
+    nothing = torch.tensor([0, 0, 0])
+    query = torch.randn(0, 4, 6, dtype=torch.float64, requires_grad=True)
+    key = torch.randn(3, 4, 6, dtype=torch.float64, requires_grad=True)
+    out = rmfa_varlen(query, key, key, features, nothing, torch.tensor([0, 1, 3]))
+    assert out.shape == query.shape
+    grads = torch.autograd.grad(out.sum(), (query, key))
+    assert not grads[1].any()
+    with pytest.raises(TypeError, match="features must be a MaclaurinFeatures"):
+        rmfa_varlen(query, query, query, "exp", nothing)
+    with pytest.raises(TypeError, match="query must be a tensor, got list"):
+        rmfa_varlen([1], key, key, features, nothing)
+
+
+def test_a_multihead_module_takes_jagged_tensors_with_holes():
+    dense = torch.randn(3, 6, 32)
+    starts, lengths = torch.tensor([0, 1, 2]), torch.tensor([3, 2, 4])
+    nested = torch.nested.narrow(dense, 1, starts, lengths, layout=torch.jagged)
+    attention = MultiheadSchoenbAt(32, 4, batch_first=True)
+    out, _ = attention(nested, nested, nested)
+    for row, x, start, length in zip(out.unbind(), dense, starts, lengths, strict=True):
+        alone = x[None, start : start + length]
+        torch.testing.assert_close(row, attention(alone, alone, alone)[0][0], rtol=1e-3, atol=1e-3)

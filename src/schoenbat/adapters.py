@@ -141,6 +141,8 @@ class Convolved(nn.Module):
         _check_one_sequence("convolutions of values", query, key)
         _check_heads("convolutions of values", self.num_heads, value)
         out = self.attention(query, key, value, key_mask=key_mask, is_causal=is_causal, **options)
+        if not value.shape[-2]:  # of which no convolution is defined
+            return out
         if key_mask is not None:
             value = value.masked_fill(~key_mask[..., None, :, None], 0)
         channels = value.transpose(-2, -1).flatten(-3, -2)  # (B, H·d, n)

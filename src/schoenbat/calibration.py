@@ -31,7 +31,7 @@ def fit_centre(attention: "SchoenbAt", key: Tensor, key_mask: Tensor | None) -> 
     """A learned centre becomes the mean of all keys."""
     if attention.key_center is None:
         return
-    mask = None if key_mask is None else key_mask.flatten()
+    mask = None if key_mask is None else key_mask.expand(len(key), -1).flatten()
     by_head = key.transpose(0, 1).flatten(1, 2)  # (H, B·n, d)
     attention.key_center.copy_(mean_row(by_head, mask).squeeze(-2))
 

@@ -103,8 +103,29 @@ class MaclaurinFeatures(nn.Module):
             self._hold(name, like, self.trainable and name != "feature_weights")
         self._hold("degree_table", like.long(), False)
         self.gains = nn.Parameter(like.clone()) if self.trainable else None
-        self.degrees: tuple[int, ...] = ()
+        self._degrees: tuple[int, ...] = ()
+        self._degrees_from: tuple[Tensor, int] | None = None
         self.resample(seed)
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """The degree of each feature, in order.
+
+        Read anew where its table was written in place, as DDP does on all ranks but one, or is another for
+        the time of a call, as in `torch.func.functional_call`; not by a compiled call.
+        """
+        table = self.degree_table
+        if may_keep(table) and not table.is_meta:
+            known = self._degrees_from
+            if known is None or known[0] is not table or known[1] != table._version:
+                self.degrees = tuple(table.tolist())
+        return self._degrees
+
+    @degrees.setter
+    def degrees(self, degrees: tuple[int, ...]) -> None:
+        table = self.degree_table
+        self._degrees = degrees
+        self._degrees_from = (table, table._version) if may_keep(table) else None
 
     def _hold(self, name: str, tensor: Tensor, is_parameter: bool) -> None:
         if is_parameter:
@@ -257,6 +278,11 @@ class MaclaurinFeatures(nn.Module):
         identity = not self.linear.shape[-1] and 1 in self.degrees
         pairs = self.degrees.count(2) if self.quadratic.shape[-1] else 0
         in_tail = tuple(n for n in self.degrees if n > (2 if pairs else 1))
+        if sum(in_tail) != tail.shape[-1]:
+            raise ValueError(
+                f"the map has {tail.shape[-1]} directions for degrees that need {sum(in_tail)}: parts of two "
+                "maps were mixed, as DDP does where ranks drew maps of other sizes; give all of them one seed"
+            )
         return Blocks(linear, quadratic, tail, identity, pairs, in_tail)
 
     def _weights(self, dtype: torch.dtype) -> Tensor:
@@ -280,7 +306,7 @@ class MaclaurinFeatures(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what was made: in a copy the versions of buffers begin anew, and do not tell them apart."""
-        return {**super().__getstate__(), "_made": {}}
+        return {**super().__getstate__(), "_made": {}, "_degrees_from": None}
 
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, *rest: Any, **named: Any

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from schoenbat.features import MaclaurinFeatures
-from schoenbat.inputs import arrange, arrange_query, arrange_scale, check_scale, refuse_overflow
+from schoenbat.inputs import arrange, arrange_query, arrange_scale, check_per_head, refuse_overflow
 from schoenbat.kernels import DotProductKernel
 from schoenbat.kernels import kernel as get_kernel
 from schoenbat.ops import dispatch, exact
@@ -60,7 +60,7 @@ def kernelized_attention(
     inputs = arrange(query, key, value, key_mask, enable_gqa)
     check_flag("is_causal", is_causal)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    check_scale(scale, math.prod(inputs.query.shape[1:3]))
+    check_per_head("scale", scale, math.prod(inputs.query.shape[1:3]))
     with without_autocast(query):
         if isinstance(scale, Tensor):
             scale = arrange_scale(scale, inputs.query, 1.0)
@@ -201,7 +201,7 @@ class RMFAState:
         dtype: torch.dtype | None = None,
     ) -> "RMFAState":
         """A state that has seen nothing; device defaults to the map's, dtype is float32 at least."""
-        _check_is_map(features)
+        check_is_map(features)
         for name, size in (("batch", batch), ("kv_heads", kv_heads), ("value_dim", value_dim)):
             check_count(name, size, 0)
         check_dtype("dtype", dtype)
@@ -311,7 +311,7 @@ class RMFAState:
         self._check_map(features)
 
     def _check_map(self, features: MaclaurinFeatures) -> None:
-        _check_is_map(features)
+        check_is_map(features)
         made_for = self.feature_sum.shape[-1], self.key_sum.shape[-1]
         got = sum(degree > 0 for degree in features.degrees), features.head_dim
         if made_for != got:
@@ -410,7 +410,8 @@ def step(
     return out, RMFAState._from_sums(sums, state.count + new)
 
 
-def _check_is_map(features: Any) -> None:
+def check_is_map(features: Any) -> None:
+    """A TypeError for what is no map."""
     if not isinstance(getattr(features, "_orig_mod", features), MaclaurinFeatures):  # or compiled
         raise TypeError(
             f"features must be a MaclaurinFeatures, got {features!r}; make one with "
@@ -420,7 +421,7 @@ def _check_is_map(features: Any) -> None:
 
 def map_for(features: MaclaurinFeatures, rows: Tensor) -> FeatureMap:
     """The map in the dtype in which rows ``(B, H, G, n, d)`` are computed; an error if it does not fit."""
-    _check_is_map(features)
+    check_is_map(features)
     if rows.shape[-1] != features.head_dim:
         raise ValueError(
             f"the map was made for head_dim = {features.head_dim}, query and key have {rows.shape[-1]}"

@@ -78,7 +78,7 @@ def arrange_query(query: Tensor, batch: int, heads: int) -> tuple[Tensor, tuple[
     check_tensors(query=query)
     (query,) = to_autocast(query)
     _check_kind("query", query, query)
-    if _heads(query) % heads:
+    if heads == 0 or _heads(query) % heads:
         raise ValueError(f"{_heads(query)} query heads cannot share {heads} key heads evenly")
     size = math.prod(query.shape[:-3])
     if size != batch:
@@ -93,38 +93,40 @@ def arrange_scale(scale: float | Tensor, query: Tensor, planned: float) -> Tenso
     The planned scale is split evenly over both sides; what a call's scale differs from it goes to the
     queries.
     """
-    check_scale(scale, query.shape[1] * query.shape[2])
+    check_per_head("scale", scale, query.shape[1] * query.shape[2])
     if isinstance(scale, Tensor):
         return arrange_per_head(scale, query) / math.sqrt(planned)
     return arrange_per_head(scale / math.sqrt(planned), query)
 
 
-def arrange_per_head(number: float | Tensor, query: Tensor) -> Tensor:
+def arrange_per_head(number: float | Tensor, query: Tensor, name: str = "scale") -> Tensor:
     """One number for all query heads, or for each, as ``(H, G, 1, 1)``; it may be a view."""
     heads, groups = query.shape[1:3]
-    check_scale(number, heads * groups)
+    check_per_head(name, number, heads * groups)
     dtype = torch.promote_types(query.dtype, torch.float32)
     if not isinstance(number, Tensor):
         return torch.full((heads, groups, 1, 1), number, dtype=dtype, device=query.device)
     if number.device != query.device:
-        raise ValueError(f"scale is on {number.device} but query is on {query.device}; move one of them")
+        raise ValueError(f"{name} is on {number.device} but query is on {query.device}; move one of them")
     return number.to(dtype).expand(heads * groups).reshape(heads, groups, 1, 1)
 
 
-def check_scale(scale: Any, query_heads: int) -> None:
+def check_per_head(name: str, number: Any, query_heads: int) -> None:
     """A finite number, or a real tensor of one number for all query heads or for each."""
-    if isinstance(scale, Tensor):
-        if scale.numel() not in (1, query_heads) or scale.dim() > 1 or scale.is_complex():
+    if isinstance(number, Tensor):
+        if number.numel() not in (1, query_heads) or number.dim() > 1 or number.is_complex():
             raise ValueError(
-                f"scale must be a float or a tensor of one value per query head ({query_heads},), "
-                f"got shape {tuple(scale.shape)} of {scale.dtype}"
+                f"{name} must be a float or a tensor of one value per query head ({query_heads},), "
+                f"got shape {tuple(number.shape)} of {number.dtype}"
             )
     elif torch.compiler.is_compiling():  # where a number may be a symbol
         return
-    elif not isinstance(scale, numbers.Real):
-        raise TypeError(f"scale must be a number or a tensor, got {scale!r} of type {type(scale).__name__}")
-    elif not math.isfinite(scale):
-        raise ValueError(f"scale must be finite, got {scale}")
+    elif not isinstance(number, numbers.Real):
+        raise TypeError(
+            f"{name} must be a number or a tensor, got {number!r} of type {type(number).__name__}"
+        )
+    elif not math.isfinite(number):
+        raise ValueError(f"{name} must be finite, got {number}")
 
 
 def refuse_overflow(

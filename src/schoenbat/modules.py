@@ -65,7 +65,8 @@ class SchoenbAt(WithProcessGroup):
             ``φ(qA)·φ(kB)``, both from the identity. Near keys never meet it.
         num_key_heads: how many heads the keys have, where something is kept for each. None: num_heads.
         eps: of pre-SBN.
-        seed: of the map. None draws one from torch's global generator.
+        seed: of the map. None draws one from torch's global generator; ranks of DDP want the same one, since
+            sizes of ``"unbiased"`` maps depend on it.
         device: of parameters and map.
         dtype: of parameters; the map is float32 at least.
         process_group: the ranks over which each sequence is split, as in `schoenbat.parallel.rmfa`; None for
@@ -351,6 +352,11 @@ class SchoenbAt(WithProcessGroup):
         if isinstance(state, RMFAWindowState) != (self.window is not None):
             raise TypeError(f"a module with window={self.window} does not go on from {type(state).__name__}")
         if isinstance(state, RMFAWindowState):
+            if state.key.shape[-2] != self.window:
+                raise ValueError(
+                    f"a module with window={self.window} does not go on from a state that remembers "
+                    f"{state.key.shape[-2]} tokens"
+                )
             options |= {"far_weight": self.far_weight, "far_maps": self._far_maps, "unit_rows": rows}
             out, state = window_step(query, key, value, self.features, state, **options)
         else:

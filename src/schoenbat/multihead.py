@@ -165,6 +165,7 @@ class MultiheadSchoenbAt(nn.MultiheadAttention):
         """Of either layout: an `nn.TransformerEncoder` built with another attention makes strided ones."""
         if query is not key or key is not value:
             raise ValueError("nested tensors are taken for self-attention only; pad them to dense tensors")
+        query = query.contiguous()  # without holes between rows, as narrow() leaves them
         lengths = [row.shape[0] for row in query.unbind()]
         dense = query.to_padded_tensor(0.0)[:, : max(lengths)]
         ends = torch.tensor(lengths, device=dense.device)[:, None]

@@ -41,8 +41,12 @@ def attend_packed(
         )
     if value.shape[0] != key.shape[0]:
         raise ValueError(f"key has {key.shape[0]} rows and value {value.shape[0]}; each key needs its value")
+    together = _alike(starts_q, starts_k)
+    if not together:  # nothing to attend, but inputs to check, and an output that gradients go through
+        q, k, v = (x[None, :0].transpose(1, 2) for x in (query, key, value))
+        return attend(q, k, v, q.new_ones(1, 0, dtype=torch.bool))[0].transpose(0, 1)
     out = query.new_zeros(*query.shape[:2], value.shape[-1])
-    for members in _alike(starts_q, starts_k):
+    for members in together:
         of_query, of_key = (_Padding(starts, members, query.device) for starts in (starts_q, starts_k))
         rows = attend(of_query.pad(query), of_key.pad(key), of_key.pad(value), of_key.mask)
         out = out.index_copy(0, of_query.tokens, of_query.unpad(rows).to(out.dtype))

@@ -17,6 +17,7 @@ from schoenbat.features import MaclaurinFeatures
 from schoenbat.functional import RMFAState, attend
 from schoenbat.functional import rmfa as rmfa_on_one_rank
 from schoenbat.inputs import arrange
+from schoenbat.options import check_flag
 
 if TYPE_CHECKING:  # not there where torch is built without torch.distributed
     from torch.distributed import ProcessGroup
@@ -98,6 +99,7 @@ def rmfa(
     # Every check of a shard comes before the first message: the other ranks would wait for one that raises.
     # Only what overflows raises later, on its rank alone; the others end with the group's timeout.
     inputs = arrange(query, key, value, key_mask, enable_gqa)
+    check_flag("is_causal", is_causal)
     if is_causal and query.shape[-2] != key.shape[-2]:
         raise ValueError(
             "causal attention over ranks needs as many queries as keys in each shard, rank "

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from schoenbat.features import MaclaurinFeatures
 from schoenbat.functional import rmfa
+from schoenbat.inputs import check_tensors
 from schoenbat.packed import attend_packed
 
 
@@ -55,6 +56,7 @@ def rmfa_varlen(
         True
     """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
+        check_tensors(**{name: tensor})
         if tensor.dim() != 3:
             raise ValueError(f"{name} must be packed, (total, heads, dim), got {tuple(tensor.shape)}")
     call = partial(

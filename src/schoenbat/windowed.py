@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from schoenbat.features import MaclaurinFeatures
-from schoenbat.functional import RMFAState, map_for
+from schoenbat.functional import RMFAState, check_is_map, map_for
 from schoenbat.inputs import Arranged, arrange, arrange_per_head, arrange_scale
 from schoenbat.ops import dispatch, window, window_fused
 from schoenbat.ops.blocks import FeatureMap
@@ -16,7 +16,7 @@ from schoenbat.ops.keeping import is_concrete
 from schoenbat.ops.unit_rows import UnitRows
 from schoenbat.ops.window import Carried, Window
 from schoenbat.ops.window_fused import Remembered
-from schoenbat.options import check_count
+from schoenbat.options import check_count, check_flag
 from schoenbat.precision import without_autocast
 
 
@@ -70,6 +70,7 @@ def rmfa_window(
         (True, False)
     """
     check_window(features, width)
+    check_flag("is_causal", is_causal)
     inputs = arrange(query, key, value, key_mask, enable_gqa)
     if query.shape[-2] != key.shape[-2]:
         raise ValueError(
@@ -78,7 +79,7 @@ def rmfa_window(
         )
     with without_autocast(query):
         feature_map = map_for(features, inputs.key)
-        others = _tensors(inputs.key, scale, far_weight, *(far_maps or ()))
+        others = _tensors(inputs.key, scale, far_weight, *_checked_maps(far_maps))
         obstacle = window_fused.obstacle(inputs.query, inputs.value, feature_map, implementation, others)
         attend = _ATTEND[dispatch.choose(implementation, obstacle, query)]
         if not torch.compiler.is_compiling():  # where it would make every size an expression of the length
@@ -120,6 +121,7 @@ class RMFAWindowState:
 
         Keys and values begin in `dtype` and take that of the tokens that enter, under autocast its own.
         """
+        check_window(features, width)
         dtype = dtype or torch.float32
         far = RMFAState.zeros(features, batch, kv_heads, value_dim, device=device, dtype=dtype)
         kept: dict[str, Any] = {"device": far.key_sum.device, "dtype": dtype}
@@ -226,20 +228,25 @@ def step(
     unit_rows: UnitRows | None = None,
 ) -> tuple[Tensor, RMFAWindowState]:
     """`rmfa_window_step`, with queries and keys normalised by `unit_rows` on the way."""
-    width, length = state.key.shape[-2], key.shape[-2]
+    tokens = arrange(query, key, value, key_mask, enable_gqa)
+    if not isinstance(state, RMFAWindowState):
+        raise TypeError(
+            f"state must be an RMFAWindowState, got {state!r}; begin with RMFAWindowState.zeros(features, "
+            "width, ...)"
+        )
+    width, length, before = state.key.shape[-2], key.shape[-2], state._remembered()
     check_window(features, width)
     if query.shape[-2] != length:
         raise ValueError(f"a step takes one query for each key, got {query.shape[-2]} and {length}")
-    tokens, before = arrange(query, key, value, key_mask, enable_gqa), state._remembered()
     state.far._check(tokens.key, tokens.value, features)
-    others = _tensors(tokens.key, scale, far_weight, *(far_maps or ()))
+    others = _tensors(tokens.key, scale, far_weight, *_checked_maps(far_maps))
     with without_autocast(query):
         feature_map = map_for(features, tokens.key)
         obstacle = window_fused.step_obstacle(tokens.query, tokens.value, before, feature_map, others)
         if dispatch.choose_with_sums(implementation, obstacle, query) == "triton":
             logit_scale = arrange_per_head(features.scale if scale is None else scale, tokens.query)
             weight = _arrange_weight(tokens, far_weight)
-            maps = None if far_maps is None else _arrange_maps(tokens, *far_maps)
+            maps = None if far_maps is None else _arrange_maps(tokens, far_maps)
             out, after = window_fused.step(
                 *tokens[:4], before, feature_map, logit_scale, weight, maps, unit_rows
             )
@@ -252,6 +259,15 @@ def step(
         query_scale = _arrange_scale(tokens, features, scale)
         settings = _settings(tokens, width, True, width, far_weight, far_maps)
         return _step_eagerly(tokens, features, feature_map, query_scale, settings, state, implementation)
+
+
+def _checked_maps(far_maps: Any) -> tuple[Tensor, ...]:
+    """None, or two tensors."""
+    if far_maps is None:
+        return ()
+    if isinstance(far_maps, (tuple, list)) and [isinstance(x, Tensor) for x in far_maps] == [True, True]:
+        return tuple(far_maps)
+    raise TypeError(f"far_maps must be two tensors, for queries and keys, or None, got {far_maps!r}")
 
 
 def _tensors(*options: object) -> list[Tensor]:
@@ -291,7 +307,8 @@ def _step_eagerly(
 
 
 def check_window(features: MaclaurinFeatures, width: int) -> None:
-    """A ValueError unless exact near, linear far can be done with this map and width."""
+    """An error unless exact near, linear far can be done with this map and width."""
+    check_is_map(features)
     check_count("the window's width", width, 0)
     if features.kernel.name not in ("exp", "trigh"):
         raise ValueError(
@@ -312,14 +329,15 @@ def _settings(
     far_weight: float | Tensor,
     far_maps: tuple[Tensor, Tensor] | None,
 ) -> Window:
-    maps = () if far_maps is None else _arrange_maps(inputs, *far_maps)
+    maps = () if far_maps is None else _arrange_maps(inputs, far_maps)
     return Window(width, is_causal, first, _arrange_weight(inputs, far_weight).log(), *maps)
 
 
 def _arrange_weight(inputs: Arranged, far_weight: float | Tensor) -> Tensor:
+    weight = arrange_per_head(far_weight, inputs.query, "far_weight")
     if not _is_positive(far_weight):
         raise ValueError(f"far_weight must be positive, got {far_weight}")
-    return arrange_per_head(far_weight, inputs.query)
+    return weight
 
 
 def _is_positive(weight: float | Tensor) -> bool:
@@ -330,7 +348,8 @@ def _is_positive(weight: float | Tensor) -> bool:
     return weight.device.type != "cpu" or not is_concrete(weight) or bool((weight > 0).all())
 
 
-def _arrange_maps(inputs: Arranged, query_map: Tensor, key_map: Tensor) -> tuple[Tensor, Tensor]:
+def _arrange_maps(inputs: Arranged, far_maps: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    query_map, key_map = far_maps
     heads, groups, width = *inputs.query.shape[1:3], inputs.query.shape[-1]
     expected = (heads * groups, width, width), (heads, width, width)
     got = tuple(query_map.shape), tuple(key_map.shape)

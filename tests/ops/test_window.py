@@ -300,3 +300,50 @@ def test_a_state_of_more_precision_than_its_tokens_is_an_error():
     state = RMFAWindowState.zeros(features, 3, batch=2, kv_heads=2, value_dim=5, dtype=torch.float64)
     with pytest.raises(TypeError, match=r"the state is float64, tokens are torch\.float32"):
         rmfa_window_step(*batch(4, dtype=torch.float32), features, state)
+
+
+def test_what_is_wrong_with_the_arguments_is_said():
+    q, k, v = batch(10)
+    features = make_map("exact-low")
+    state = RMFAWindowState.zeros(features, 3, 2, 2, 5, dtype=q.dtype)
+    for error, message, call in [
+        (TypeError, "features must be a MaclaurinFeatures", lambda: rmfa_window(q, k, v, "exp", 3)),
+        (ValueError, "is_causal must be True", lambda: rmfa_window(q, k, v, features, 3, is_causal="no")),
+        (
+            ValueError,
+            "far_weight must be finite",
+            lambda: rmfa_window(q, k, v, features, 3, far_weight=1e999),
+        ),
+        (TypeError, "far_weight must be a number", lambda: rmfa_window(q, k, v, features, 3, far_weight="a")),
+        (
+            ValueError,
+            r"far_weight must be a float or .* \(2,\)",
+            lambda: rmfa_window(q, k, v, features, 3, far_weight=torch.ones(3)),
+        ),
+        (
+            TypeError,
+            "far_maps must be two tensors",
+            lambda: rmfa_window(q, k, v, features, 3, far_maps=torch.eye(6)),
+        ),
+        (ValueError, "width must be", lambda: RMFAWindowState.zeros(features, -1, 2, 2, 5)),
+        (
+            TypeError,
+            "must be an RMFAWindowState, got None",
+            lambda: rmfa_window_step(q, k, v, features, None),
+        ),
+        (
+            TypeError,
+            "must be an RMFAWindowState, got RMFAState",
+            lambda: rmfa_window_step(q, k, v, features, state.far),
+        ),
+    ]:
+        with pytest.raises(error, match=message):
+            call()
+
+
+def test_a_module_refuses_a_state_of_another_width():
+    q, k, v = (x.float() for x in batch(10, value_dim=6))
+    attention = SchoenbAt(6, 2, 20, window=9, construction="exact-low").eval()
+    other = RMFAWindowState.zeros(attention.features, 2, 2, 2, 6)
+    with pytest.raises(ValueError, match=r"window=9 .* remembers 2 tokens"):
+        attention.step(q, k, v, other)

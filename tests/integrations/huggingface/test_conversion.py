@@ -317,3 +317,31 @@ def test_layers_of_chunks_keep_them():
     with torch.no_grad():
         steps = [model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(8)]
         torch.testing.assert_close(torch.cat(steps, 1), model(ids).logits, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("part", ["encoder", "decoder"])
+def test_a_model_of_which_a_part_is_converted_is_loaded_as_what_it_is(part, tmp_path):
+    """Encoder and decoder share a config, which alone says nothing of which of them it was."""
+    model, inputs = make(FAMILIES["bart"]), inputs_for("bart")
+    convert(getattr(model.model, part), num_features=45)
+    model.save_pretrained(tmp_path / "with its head")
+    loaded = type(model).from_pretrained(tmp_path / "with its head").eval()
+    loaded.model.save_pretrained(tmp_path / "alone")
+    again = type(model.model).from_pretrained(tmp_path / "alone").eval()
+    for inner in (loaded.model, again):
+        assert len(maps_of(inner)) == len(maps_of(model)) == len(maps_of(getattr(inner, part)))
+        got, expected = (x(**inputs).last_hidden_state for x in (inner, model.model))
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+def test_a_model_set_back_to_its_softmax_is_loaded_with_it(tmp_path):
+    model, inputs = make(FAMILIES["bert"]), inputs_for("bert")
+    softmax = outputs_of(model, **inputs)
+    convert(model, num_features=45)
+    model.set_attn_implementation("sdpa")
+    model.save_pretrained(tmp_path)
+    loaded = AutoModel.from_pretrained(tmp_path).eval()
+    assert not maps_of(loaded)
+    torch.testing.assert_close(outputs_of(loaded, **inputs), softmax)
+    model.set_attn_implementation("schoenbat")  # the model itself has not forgotten
+    assert model.config.schoenbat["num_features"] == 45

@@ -5,6 +5,7 @@ from transformers import Wav2Vec2Config, Wav2Vec2Model
 
 from schoenbat import SchoenbAt
 from schoenbat.integrations.huggingface import calibrate, convert, distill
+from schoenbat.integrations.huggingface.distillation import token_outputs
 
 TRAINABLE = {"scale": "learned", "post": True, "trainable_features": True}
 
@@ -179,3 +180,14 @@ def test_float16_is_refused_before_anything_changes():
     with pytest.raises(TypeError, match="distil in float32 or bfloat16"):
         distill(model, [{"input_ids": tokens()}], steps=(1, 1), progress=False)
     assert all(torch.equal(x, y) for x, y in zip(before, model.parameters(), strict=True))
+
+
+def test_outputs_of_a_decoder_are_those_of_its_own_tokens():
+    model, ids = make(FAMILIES["bart"]), tokens(2, 6)
+    of_encoder, of_decoder = torch.ones_like(ids), torch.ones_like(ids)
+    of_encoder[:, 2:] = 0
+    of_decoder[0, 4:] = 0
+    batch = {"input_ids": ids, "attention_mask": of_encoder, "decoder_input_ids": ids}
+    outputs = model(**batch, decoder_attention_mask=of_decoder)
+    assert len(token_outputs(outputs, {**batch, "decoder_attention_mask": of_decoder})) == 10
+    assert len(token_outputs(outputs, batch)) == 12

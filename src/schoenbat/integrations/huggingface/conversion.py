@@ -34,6 +34,9 @@ OF_THE_MODEL = frozenset(
 )
 """Options of `SchoenbAt` that a model's own modules decide."""
 
+LAYERS = "layers"
+"""Beside the options in a saved model's config: which layers are converted, where others could be."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -79,6 +82,7 @@ def _follow_construction() -> None:
     kind.post_init = _then_attach(kind.post_init)  # type: ignore[method-assign]
     kind._initialize_weights = _then_fill(kind._initialize_weights)  # type: ignore[method-assign]
     kind._check_and_adjust_attn_implementation = _by_record(kind._check_and_adjust_attn_implementation)  # type: ignore[method-assign]
+    kind.save_pretrained = _with_record(kind.save_pretrained)  # type: ignore[method-assign]
 
 
 def convert(model: PreTrainedModel, **options: Any) -> Conversion:
@@ -170,12 +174,53 @@ def _by_record(choose: Callable[..., str]) -> Callable[..., str]:
     return wrapped
 
 
+def _with_record(save: Callable[..., None]) -> Callable[..., None]:
+    """A model is saved with what says how to build it again: its layers by name, if not all are converted."""
+
+    @functools.wraps(save)
+    def wrapped(self: PreTrainedModel, *rest: Any, **more: Any) -> None:
+        parts: dict[int, PreTrainedModel] = {}
+        for part in self.modules():
+            if isinstance(part, PreTrainedModel) and _recorded(part.config) is not None:
+                parts.setdefault(id(part.config), part)  # the outermost of those that share a config
+        before = [(part.config, getattr(part.config, NAME)) for part in parts.values()]
+        for part in parts.values():
+            setattr(part.config, NAME, _record_of(part, getattr(part.config, NAME)))
+        try:
+            save(self, *rest, **more)
+        finally:
+            for config, options in before:
+                setattr(config, NAME, options)
+
+    return wrapped
+
+
+def _record_of(model: PreTrainedModel, options: Mapping[str, Any]) -> dict[str, Any] | None:
+    if model.config._attn_implementation != NAME:  # set back to its softmax since
+        return None
+    record = {name: value for name, value in options.items() if name != LAYERS}
+    fit = [item for item in layers.find(model) if item.obstacle is None and _is_chosen(item.module)]
+    names = [item.name for item in fit if hasattr(item.module, NAME)]
+    return record if len(names) == len(fit) else {**record, LAYERS: names}
+
+
+def _is_recorded(name: str, record: Mapping[str, Any] | None) -> bool:
+    """Whether a layer was converted; of the two models, of record and layer, one may be part of the other."""
+    names = (record or {}).get(LAYERS)
+    return names is None or any(f".{a}".endswith(f".{b}") for x in names for a, b in ((name, x), (x, name)))
+
+
 def _recorded(config: PreTrainedConfig) -> Mapping[str, Any] | None:
     """The options that a config has for SchoenbAt."""
     recorded = getattr(config, NAME, None)
     if recorded is not None and not isinstance(recorded, Mapping):
         raise TypeError(f"{NAME} must be options by name, or None, got {recorded!r}")
     return recorded
+
+
+def _options(config: PreTrainedConfig) -> dict[str, Any]:
+    recorded = {name: value for name, value in (_recorded(config) or {}).items() if name != LAYERS}
+    return _checked({**DEFAULTS, **recorded})
 
 
 def _then_attach(post_init: Callable[[PreTrainedModel], None]) -> Callable[[PreTrainedModel], None]:
@@ -193,13 +238,17 @@ def _then_attach(post_init: Callable[[PreTrainedModel], None]) -> Callable[[PreT
             return
         # and one that was never converted with SchoenbAt, whose maps are then drawn.
         self._keys_to_ignore_on_load_missing = {*(self._keys_to_ignore_on_load_missing or ()), ours}
-        options = _checked({**DEFAULTS, **(_recorded(self.config) or {})})
+        options, record = _options(self.config), _recorded(self.config)
         found = [item for item in layers.find(self) if _is_chosen(item.module)]
+        for item in found:  # a part of the model, built before, did not know its own name in it
+            if hasattr(item.module, NAME) and not _is_recorded(item.name, record):
+                delattr(item.module, NAME)
+        found = [item for item in found if _is_recorded(item.name, record)]
         left = {item.name: item.obstacle for item in found if item.obstacle is not None}
         new = [item for item in found if item.obstacle is None and not hasattr(item.module, NAME)]
         _attach_all(self, [item.module for item in new], options)
-        if new:
-            setattr(self.config, NAME, options)  # saved with the model
+        if new:  # saved with the model
+            setattr(self.config, NAME, options | {x: y for x, y in (record or {}).items() if x == LAYERS})
         if left and (new or len(left) == len(found)):
             _log.warning("%s", Conversion(tuple(item.name for item in new), left))
 
@@ -219,7 +268,7 @@ def _then_fill(initialize: Callable[..., None]) -> Callable[..., None]:
         initialize(self, module, *rest, **more)
         attention = getattr(module, NAME, None)
         if isinstance(attention, SchoenbAt):
-            _fill(module, attention, {**DEFAULTS, **(_recorded(self.config) or {})})
+            _fill(module, attention, _options(self.config))
 
     return wrapped
 

@@ -32,7 +32,8 @@ class Distillation:
 def token_outputs(outputs: Any, batch: Batch) -> Tensor:
     """The last hidden states (or logits) of the tokens that are not padding, ``(tokens, width)``."""
     hidden = outputs.last_hidden_state if "last_hidden_state" in outputs else outputs.logits
-    mask = batch.get("attention_mask")
+    of_decoder = "encoder_last_hidden_state" in outputs  # whose tokens are not those of attention_mask
+    mask = batch.get("decoder_attention_mask" if of_decoder else "attention_mask")
     if mask is None or mask.shape != hidden.shape[:2]:
         return hidden.flatten(0, -2)
     return hidden[mask.bool()]
