@@ -62,8 +62,9 @@ def test_a_flag_is_true_or_false(value):
 
 def test_a_device_is_there(monkeypatch):
     assert check_device("cpu") == torch.device("cpu")
-    with pytest.raises(ValueError, match="there is no device 'foo'; use cpu"):
-        check_device("foo")
+    for name in ("foo", "meta", "cuda:x"):
+        with pytest.raises(ValueError, match=f"there is no device '{name}'; use cpu"):
+            check_device(name)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="'cuda' was asked for, but PyTorch sees no GPU"):
         check_device("cuda")

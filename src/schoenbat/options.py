@@ -41,7 +41,9 @@ def check_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ValueError(f"there is no device {name!r}; use cpu, cuda or cuda:1") from None
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"there is no device {name!r}; use cpu, cuda or cuda:1")
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise ValueError(f"device {name!r} was asked for, but PyTorch sees no GPU; use cpu")

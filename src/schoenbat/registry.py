@@ -71,6 +71,16 @@ def attention_options(name: str) -> tuple[str, ...]:
     return (*(option for option in parameters if option not in _GIVEN), *_OF_ALL)
 
 
+def parse_attention(text: str) -> tuple[str, dict[str, Any]]:
+    """The name and the options of an attention's text.
+
+    >>> parse_attention("softmax: qk_norm = true,scale=2.0")
+    ('softmax', {'qk_norm': True, 'scale': 2.0})
+    """
+    name, _, options = text.partition(":")
+    return name, _parse_options(name, options, attention_options(name))
+
+
 def with_seed(text: str, seed: int | None = None) -> str:
     """The text of an attention with this seed, if it draws something and does not say from which itself.
 
@@ -118,8 +128,7 @@ def build_attention(text: str, head_dim: int, num_heads: int, max_length: int | 
     """
     if not isinstance(text, str):
         raise TypeError(f"an attention is named by a str, got {text!r}; known are {', '.join(_ATTENTIONS)}")
-    name, _, option_text = text.partition(":")
-    options = _parse_options(name, option_text, attention_options(name))
+    name, options = parse_attention(text)
     given = {option: options.pop(option, words[0]) for option, words in _OF_ALL.items()}
     _check_words(name, given)
     try:

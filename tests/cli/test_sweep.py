@@ -11,6 +11,7 @@ import time
 import pytest
 from typer.testing import CliRunner
 
+from schoenbat import files
 from schoenbat.cli.sweep import _train_options, app
 from schoenbat.experiments.groups import GROUPS
 from schoenbat.report.results import write_results
@@ -167,6 +168,17 @@ def test_a_table_of_nothing_is_explained(invoke, tmp_path):
     assert result.exit_code == 2
     assert "there is no" in result.output
     assert not (tmp_path / "out").exists()
+
+
+def test_a_table_that_cannot_be_written_is_explained(invoke, tmp_path, monkeypatch):
+    def full(*arguments):
+        raise OSError("no space left on device")
+
+    write_run(tmp_path / "runs", "text", "softmax", 0)
+    monkeypatch.setattr(files, "write_atomically", full)
+    result = invoke("table", "--runs", tmp_path / "runs", "--out", tmp_path / "out")
+    assert result.exit_code == 2
+    assert "no space left on device" in result.output
 
 
 def test_the_command_runs_as_a_module():

@@ -151,6 +151,27 @@ def test_which_attentions_approximate_softmax():
 
 
 @pytest.mark.parametrize(
+    ("attention", "does"),
+    [
+        ("softmax:causal=true", False),
+        ("schoenbat:causal=both", False),
+        ("softmax:window=4", False),
+        ("schoenbat:window=4", True),
+        ("schoenbat:kernel=exp(x)-0.9", False),
+        ("schoenbat: kernel = inv", False),
+        ("schoenbat:kernel=trigh", True),
+        ("softmax:scale=2.0", False),
+        ("softmax:scale=none", True),
+        ("schoenbat:scale=4.0,post=false", True),
+        ("schoenbat:scale=2.0", False),
+        ("softmax:head_norm=true", False),
+    ],
+)
+def test_options_decide_whether_an_attention_approximates_softmax(attention, does):
+    assert approximates_softmax(attention) is does
+
+
+@pytest.mark.parametrize(
     ("attention", "problem"),
     [
         ("foo", "unknown attention 'foo'; known are softmax"),

@@ -99,6 +99,13 @@ def test_a_damaged_file_is_named(tmp_path):
         gather(leave(tmp_path / "runs").parent, tmp_path / "lra.json")
 
 
+def test_an_accuracy_that_is_no_number_is_named(tmp_path):
+    path = leave(tmp_path / "runs")
+    path.write_text(path.read_text().replace('"test": 0.6', '"test": "y"'))
+    with pytest.raises(ValueError, match="an accuracy is a number"):
+        read_result(path)
+
+
 def test_runs_of_another_precision_or_of_other_data_stay(tmp_path):
     leave(tmp_path / "first")
     gather(tmp_path / "first", tmp_path / "lra.json")

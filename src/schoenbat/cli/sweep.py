@@ -159,9 +159,10 @@ def table(
     for note in collected.notes:
         console.print(f"• {escape(note)}", highlight=False)
     files = [out / "lra-table.md", out / "lra-table.json"]
-    write_atomically(files[0], markdown(collected))
     options = {"runs": str(runs), "timed_on": collected.timed_on, "notes": collected.notes}
-    write_results(files[1], "lra-table", options, [*collected.rows, *collected.averages])
+    with explained():
+        write_atomically(files[0], markdown(collected))
+        write_results(files[1], "lra-table", options, [*collected.rows, *collected.averages])
     print_files(files)
 
 

@@ -20,7 +20,7 @@ from schoenbat.experiments.measurement import available_memory, peak_memory, tim
 from schoenbat.experiments.speed import FORWARD, PASSES, _forward
 from schoenbat.normalization import PreSBN
 from schoenbat.options import check_device
-from schoenbat.registry import attention_names, build_attention, with_seed
+from schoenbat.registry import attention_names, build_attention, parse_attention, with_seed
 
 ALL = "all"
 OTHER_AIMS = ("reformer", "skyformer", "cosformer", "rfa", "mean", "none")
@@ -147,7 +147,7 @@ def parse_attentions(texts: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for names in chosen for name in names))
 
 
-def approximates_softmax(text: str) -> bool:
+def approximates_softmax(text: str, logit_scale: float = ComparisonOptions.logit_scale) -> bool:
     """Whether an attention approximates ``softmax(QKᵀ/√d) V`` on the inputs of the comparison.
 
     >>> approximates_softmax("performer"), approximates_softmax("rfa"), approximates_softmax("mean")
@@ -155,9 +155,15 @@ def approximates_softmax(text: str) -> bool:
     >>> approximates_softmax("schoenbat:kernel=exp"), approximates_softmax("schoenbat:kernel=inv")
     (True, False)
     """
-    name, _, options = text.partition(":")
-    other = re.search(r"\bkernel=(?!(exp|trigh)\b)|\bcausal=true\b", options)
-    return name not in OTHER_AIMS and other is None
+    name, options = parse_attention(text)
+    own_scales = {"schoenbat": ("learned", logit_scale), "softmax": ("auto", None)}.get(name, ())
+    return (
+        name not in OTHER_AIMS
+        and options.get("kernel", "exp") in ("exp", "trigh")
+        and not any(options.get(option) for option in ("causal", "rotary", "head_norm"))
+        and not (name == "softmax" and options.get("window") is not None)
+        and ("scale" not in options or options["scale"] in own_scales)
+    )
 
 
 def run_speed(options: SpeedComparison) -> Iterator[AttentionSpeed]:
@@ -203,7 +209,7 @@ def run_error(options: ErrorComparison) -> Iterator[AttentionError]:
                 length=length,
                 error=errors.mean().item(),
                 standard_error=errors.std().item() / math.sqrt(options.repetitions),
-                approximates_softmax=approximates_softmax(text),
+                approximates_softmax=approximates_softmax(text, options.logit_scale),
             )
 
 

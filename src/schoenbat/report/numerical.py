@@ -133,8 +133,8 @@ def length_table(rows: Sequence[SpeedRow], options: Mapping[str, Any]) -> str:
     )
 
 
-def claims_table(claims: Sequence[Claim]) -> str:
-    return table(["the paper says", "here"], claims)
+def claims_table(claims: Sequence[Claim], here: str = "here") -> str:
+    return table(["the paper says", here], claims)
 
 
 def _compare(

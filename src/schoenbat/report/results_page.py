@@ -88,7 +88,7 @@ def make_page(files: Files) -> str:
 def _show_error(files: Files, path: Path) -> Iterator[str]:
     rows = [ErrorRow(**row) for row in _read(path)["rows"]]
     yield _provenance(files, path)
-    yield numerical.claims_table(numerical.error_claims(rows))
+    yield numerical.claims_table(numerical.error_claims(rows), "here, with the paper's map")
     yield numerical.error_table(rows)
     yield from files.figure(path, "error against D")
 
@@ -157,7 +157,7 @@ def _show_tuning(files: Files, path: Path) -> Iterator[str]:
 
 
 def _show_translation(files: Files, path: Path) -> Iterator[str]:
-    yield _provenance(files, path)
+    yield _provenance(files, path, "last written by ")
     yield from_rich(translation_table([EpochRow(**row) for row in _read(path)["rows"]]))
     yield from files.figure(path, "loss, perplexity and BLEU by epoch")
 
@@ -213,10 +213,10 @@ def _read_runs(path: Path) -> tuple[list[RunResult], LraTable]:
     return runs, tabulate(runs, notes)
 
 
-def _provenance(files: Files, path: Path) -> str:
+def _provenance(files: Files, path: Path, how: str = "") -> str:
     content = _read(path)
     where = f"{content['machine']['device']}, torch {content['versions']['torch']}"
-    return f"{files.link(path)}: `{content['command']}` on {where}, {content['finished'][:10]}."
+    return f"{files.link(path)}: {how}`{content['command']}` on {where}, {content['finished'][:10]}."
 
 
 def _runs_provenance(files: Files, path: Path, runs: Sequence[RunResult]) -> str:

@@ -1,6 +1,7 @@
 """What one training run leaves behind: where its files are, and the row of its result file."""
 
 import json
+import numbers
 import os
 import re
 import subprocess  # nosec B404 - git is asked for the revision
@@ -175,11 +176,21 @@ def parse_result(results: Any) -> RunResult:
         if results["experiment"] != EXPERIMENT:
             raise ValueError(f"its experiment is {results['experiment']!r}, not {EXPERIMENT!r}")
         (row,) = results["rows"]
-        accuracies = {name: Accuracy(**row[name]) if row[name] else None for name in ("best", "last")}
+        accuracies = {name: _accuracy(row[name]) for name in ("best", "last")}
         record = RunRecord(**{**row, **accuracies})
         return RunResult(record, dict(results["options"]), results["machine"]["device"], results["finished"])
     except (KeyError, TypeError) as error:
         raise ValueError(f"it is incomplete: {error!r}") from error
+
+
+def _accuracy(row: Any) -> Accuracy | None:
+    if not row:
+        return None
+    accuracy = Accuracy(**row)
+    for share in (accuracy.validation, accuracy.test):
+        if share is not None and not isinstance(share, numbers.Real):
+            raise TypeError(f"an accuracy is a number, not {share!r}")
+    return accuracy
 
 
 def flattened(options: Mapping[str, Any]) -> dict[str, Any]:
