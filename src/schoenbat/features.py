@@ -112,20 +112,20 @@ class MaclaurinFeatures(nn.Module):
         """The degree of each feature, in order.
 
         Read anew where its table was written in place, as DDP does on all ranks but one, or is another for
-        the time of a call, as in `torch.func.functional_call`; not by a compiled call.
+        the time of a call, as in `torch.func.functional_call`; not by a compiled call, and on a GPU not once
+        it was read: DDP writes it at every step, and to look at it is to wait.
         """
         table = self.degree_table
         if may_keep(table) and not table.is_meta:
             known = self._degrees_from
-            if known is None or known[0] is not table or known[1] != table._version:
-                self.degrees = tuple(table.tolist())
+            is_written = known is not None and known[1] != table._version and not table.is_cuda
+            if known is None or known[0] is not table or is_written:
+                self._degrees, self._degrees_from = tuple(table.tolist()), (table, table._version)
         return self._degrees
 
     @degrees.setter
     def degrees(self, degrees: tuple[int, ...]) -> None:
-        table = self.degree_table
-        self._degrees = degrees
-        self._degrees_from = (table, table._version) if may_keep(table) else None
+        self._degrees, self._degrees_from = degrees, None
 
     def _hold(self, name: str, tensor: Tensor, is_parameter: bool) -> None:
         if is_parameter:
