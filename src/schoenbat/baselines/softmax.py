@@ -25,7 +25,7 @@ class Softmax(Baseline):
     """``softmax(Q Kᵀ / √d) V`` by ``F.scaled_dot_product_attention``.
 
     A row that sees no key gives zeros and finite gradients. Causal attention aligns the last query with the
-    last key.
+    last key. Without a window, masked keys get a logit of −10⁴: those of other keys must lie well above it.
 
     Args:
         head_dim: d.
