@@ -12,6 +12,14 @@ def few_programs(monkeypatch):
 
 
 @pytest.fixture
+def one_segment(monkeypatch):
+    """Causal sums of several tiles that nothing far is added to, as many heads have them."""
+    from schoenbat.ops.triton import launch_causal
+
+    monkeypatch.setattr(launch_causal, "_MANY_HEADS", 1)
+
+
+@pytest.fixture
 def auto_takes_the_kernels(monkeypatch):
     """Without a GPU, too."""
     choose = dispatch.choose

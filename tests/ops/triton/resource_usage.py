@@ -33,7 +33,7 @@ from schoenbat.ops.triton import (
 from schoenbat.ops.triton import plan as plan_module
 from schoenbat.ops.triton import tiles as tiles_module
 from schoenbat.ops.triton.launch import Shape, parts_of_sums
-from schoenbat.ops.triton.launch_causal import Axis
+from schoenbat.ops.triton.launch_causal import Axis, num_parts
 from schoenbat.ops.triton.launch_decode import NEAR_KEYS
 from schoenbat.ops.triton.plan import make_plan, narrowed, padded
 from schoenbat.ops.triton.tiles import (
@@ -160,6 +160,7 @@ def constants_for(shape, plan, tiles):
         "GROUPS": 1,
         "HAS_MASK": True,
         "HAS_STATE": True,
+        "HAS_FAR": True,
         "IS_QUERY": True,
         "UNIT": 2,
         "WHOLE": plan.whole,
@@ -209,16 +210,11 @@ def bidirectional_cases(shape, plan):
 
 def causal_cases(shape, plan):
     tiles = Axis.of(4096, 4096, shape, plan).tiles
-    yield causal_sums.accumulate, shape, plan, tiles, {}
+    single = {"SINGLE": is_of_one_group(tiles, plan)}
+    yield causal_sums.accumulate, shape, plan, tiles, single | {"PARTS": num_parts(tiles, plan)}
     if plan.is_single and shape.dim == 64:
         yield causal_sums.scan, shape, plan, tiles, {}
-    yield (
-        causal.read,
-        shape,
-        plan,
-        causal_tiles_of_read(tiles, plan),
-        {"SINGLE": is_of_one_group(tiles, plan)},
-    )
+    yield causal.read, shape, plan, causal_tiles_of_read(tiles, plan), single
     yield causal.query_backward, shape, plan, causal_tiles_of_queries(tiles, plan), {}
     yield causal_keys.key_backward, shape, plan, causal_tiles_of_keys(tiles, plan), {}
 

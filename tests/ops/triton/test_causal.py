@@ -46,6 +46,23 @@ def test_matches_the_specification(few_programs, construction, dtype, length):
     assert_close_to_specification(features, tensors, torch.tensor([1.3]), is_causal=True)
 
 
+@pytest.mark.parametrize(
+    ("construction", "dim", "num_features", "dtype", "queries"),
+    [
+        ("exact-low", 16, 40, torch.float32, 70),
+        ("exact-low", 40, 80, torch.float16, 150),
+        ("unbiased", 16, 40, torch.float16, 40),
+    ],
+)
+def test_nothing_is_far_where_heads_are_many(one_segment, construction, dim, num_features, dtype, queries):
+    """Sums by several programs and by one, which is the second case; queries that begin inside the keys."""
+    features = make_map(construction, dim, num_features, dtype=torch.float32, device=DEVICE)
+    tensors = draw(queries, 150, dim=dim, dtype=dtype)
+    mask = (torch.rand(1, 150, generator=torch.Generator().manual_seed(0)) > 0.3).to(DEVICE)
+    options = {"key_mask": mask, "is_causal": True}
+    assert_close_to_specification(features, tensors, torch.tensor([1.3]), **options)
+
+
 @pytest.mark.parametrize("queries", [200, 130])
 def test_a_program_gives_several_tiles_of_outputs(few_programs, queries):
     """Of a map with one group of pairs, of heads neither narrow nor wide; rows normalised on the way."""
@@ -396,6 +413,16 @@ def test_every_width_on_a_gpu(construction, head_dim, value_dim, num_features):
     options = {"is_causal": True, "enable_gqa": True}
     scale = torch.linspace(0.5, 2.5, 4)
     assert_close_to_specification(features, draw(900, 1000, **shape), scale, "eager", **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("construction", ["exact-low", "unbiased"])
+@pytest.mark.parametrize(("head_dim", "num_features"), [(32, 128), (64, 128), (128, 256)])
+def test_many_heads_on_a_gpu(construction, head_dim, num_features):
+    features = make_map(construction, head_dim, num_features, dtype=torch.float32, device=DEVICE)
+    tensors = draw(1000, 1000, heads=8, dim=head_dim, dtype=torch.bfloat16, batch=16)
+    scale = torch.linspace(0.5, 2.5, 8)
+    assert_close_to_specification(features, tensors, scale, "eager", is_causal=True)
 
 
 @pytest.mark.gpu

@@ -50,6 +50,11 @@ def test_matches_the_specification(few_programs, construction, num_features, dty
     assert_close_to_specification(features, tensors, torch.tensor([1.3]), is_causal=is_causal)
 
 
+def test_nothing_is_far_where_heads_are_many(one_segment):
+    features = make_trained("exact-low", num_features=40, scale=1.0)
+    assert_close_to_specification(features, draw(40, 50), torch.tensor([1.3]), is_causal=True)
+
+
 @pytest.mark.parametrize(
     ("construction", "num_features", "num_heads", "is_causal"),
     [("exact-low", 20, 2, False), ("exact-low", 20, 2, True), ("paper", 8, None, False)],

@@ -67,6 +67,13 @@ def test_matches_the_specification(few_programs, construction, dtype, length, wi
     assert_close(features, draw(length, dtype=dtype), torch.tensor([1.3]), width, is_causal=is_causal)
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_nothing_is_far_where_heads_are_many(one_segment, is_causal):
+    features = make_map("exact-low", 16, 40, dtype=torch.float32, device=DEVICE)
+    options = {"key_mask": some_masked(1, 70), "is_causal": is_causal}
+    assert_close(features, draw(70), torch.tensor([1.3]), 3, **options)
+
+
 @pytest.mark.parametrize(
     ("is_causal", "length", "width"),
     [(False, 40, 0), (True, 40, 0), pytest.param(False, 100, 2, marks=pytest.mark.slow)],

@@ -42,16 +42,16 @@ def _scores(
 @triton.jit
 def _read_group(
     b_scores, b_numerator, b_total, b_phi_q, b_phi_k, p_near, p_near_totals, p_far, p_far_totals, near, far, o_first,
-    BARRIER: tl.constexpr, BLOCK_V: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_FAR: tl.constexpr, BARRIER: tl.constexpr, BLOCK_V: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What a group of features adds to the scores of two tiles, and to what is read from the sums."""
     dtype = b_phi_k.dtype
-    b_total += tl.sum(b_phi_q * vector(p_near_totals, p_far_totals, o_first, GROUP)[None, :], axis=1)
+    b_total += tl.sum(b_phi_q * vector(p_near_totals, p_far_totals, o_first, HAS_FAR, GROUP)[None, :], axis=1)
     b_phi_q = b_phi_q.to(dtype)
     b_scores += tl.dot(b_phi_q, tl.trans(b_phi_k), input_precision=PRECISION)
     if BARRIER:
         tl.debug_barrier()
-    b_s = state(p_near, p_far, near, far, o_first, GROUP, BLOCK_V)
+    b_s = state(p_near, p_far, near, far, o_first, HAS_FAR, GROUP, BLOCK_V)
     b_numerator += tl.dot(b_phi_q, b_s.to(dtype), input_precision=PRECISION)
     return b_scores, b_numerator, b_total
 
@@ -63,7 +63,7 @@ def read(
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     N_QUERY, N_KEY, FIRST_QUERY, FIRST_KEY, FIRST_TILE, TILES, SEGMENTS, NUM_ROW_TILES, EACH, KEY_SCALE, EPS,
     p_tiles, p_root, p_linear, p_degrees, p_first, NUM_TILES, num_groups,
-    HEADS: tl.constexpr, GROUPS: tl.constexpr, MAPS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_STATE: tl.constexpr, IDENTITY: tl.constexpr,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, MAPS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_STATE: tl.constexpr, HAS_FAR: tl.constexpr, IDENTITY: tl.constexpr,
     QUADRATIC: tl.constexpr, UNIT: tl.constexpr, SINGLE: tl.constexpr, CHUNK: tl.constexpr, DIM: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -123,7 +123,7 @@ def read(
         b_k, _ = load_unit_tile(p_key, k_start, stride_kn, m_k, EPS, UNIT, DIM, BLOCK, BLOCK_D)
         b_logits = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
         b_logit = tl.sum(tl.where(m_causal, b_logits, 0.0), axis=1) * KEY_SCALE
-        b_keys = vector(p_near_x + i_row * BLOCK_D, p_far_x + i_far * BLOCK_D, 0, BLOCK_D)
+        b_keys = vector(p_near_x + i_row * BLOCK_D, p_far_x + i_far * BLOCK_D, 0, HAS_FAR, BLOCK_D)
         b_logit = (b_logit + tl.sum(b_q.to(tl.float32) * b_keys[None, :], axis=1)) * scale
 
         # Scores inside the tile, and what is read from the sums.
@@ -134,8 +134,10 @@ def read(
             b_root = tl.load(p_linear + o_d)[None, :]
             # Rows are weighted, not the sums: one vector in one layout serves both sides.
             b_linear = b_q.to(tl.float32) * (b_root * scale)
-            b_total += tl.sum(b_linear * vector(p_near_total, p_far_total, 0, BLOCK_D)[None, :], axis=1)
-            b_s1 = state(p_near_sums, p_far_sums, near, far, 0, BLOCK_D, BLOCK_V)
+            b_total += tl.sum(
+                b_linear * vector(p_near_total, p_far_total, 0, HAS_FAR, BLOCK_D)[None, :], axis=1
+            )
+            b_s1 = state(p_near_sums, p_far_sums, near, far, 0, HAS_FAR, BLOCK_D, BLOCK_V)
             b_numerator += tl.dot(b_linear.to(dtype), b_s1.to(dtype), input_precision=PRECISION)
             if SINGLE and is_even:
                 b_scores += b_logits * (linear * linear * scale * KEY_SCALE)
@@ -147,7 +149,7 @@ def read(
             b_phi_q = pairs(b_q, b_left, b_right, b_weight, scale, PRECISION)
             b_scores, b_numerator, b_total = _read_group(
                 b_scores, b_numerator, b_total, b_phi_q, b_phi_k, p_near_sums, p_near_total, p_far_sums, p_far_total, near, far,
-                first, False, BLOCK_V, GROUP, PRECISION,
+                first, HAS_FAR, False, BLOCK_V, GROUP, PRECISION,
             )  # fmt: skip
         else:
             for i_group in range(num_groups):
@@ -163,7 +165,7 @@ def read(
                 )  # fmt: skip
                 b_scores, b_numerator, b_total = _read_group(
                     b_scores, b_numerator, b_total, b_phi_q, b_phi_k, p_near_sums, p_near_total, p_far_sums, p_far_total, near,
-                    far, first + i_group * GROUP, QUADRATIC, BLOCK_V, GROUP, PRECISION,
+                    far, first + i_group * GROUP, HAS_FAR, QUADRATIC, BLOCK_V, GROUP, PRECISION,
                 )  # fmt: skip
         b_numerator *= both
 
@@ -197,7 +199,7 @@ def read(
         b_scores = tl.where(m_causal, b_scores + b_e[:, None], 0.0)
         b_v = load_tile(p_value, k_start, stride_vn, m_k, DV, BLOCK, BLOCK_V)
         b_numerator += tl.dot(b_scores.to(dtype), b_v, input_precision=PRECISION)
-        b_values = vector(p_near_rows + i_row * BLOCK_V, p_far_rows + i_far * BLOCK_V, 0, BLOCK_V)
+        b_values = vector(p_near_rows + i_row * BLOCK_V, p_far_rows + i_far * BLOCK_V, 0, HAS_FAR, BLOCK_V)
         b_numerator += b_e[:, None] * b_values[None, :]
         b_inverse = 1.0 / b_floored
         i_out = tl.full([], i_bh, tl.int64) * N_QUERY
@@ -211,7 +213,7 @@ def read(
 def _query_pair(
     b_dx, b_q, b_k, b_dscores, b_rows, b_dtotal, scale, KEY_SCALE, inverse_weight, p_near, p_near_totals, p_far, p_far_totals,
     near, far, both, p_tiles, p_root, p_linear, p_degrees, p_first, num_groups,
-    WITH_SUMS: tl.constexpr, IDENTITY: tl.constexpr, QUADRATIC: tl.constexpr, BLOCK_D: tl.constexpr,
+    WITH_SUMS: tl.constexpr, HAS_FAR: tl.constexpr, IDENTITY: tl.constexpr, QUADRATIC: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add to the gradient of scaled queries what comes from one tile of keys, and from the sums (WITH_SUMS)."""
@@ -222,9 +224,10 @@ def _query_pair(
         b_more = tl.dot(b_dscores, b_k, input_precision=PRECISION)
         b_dx += b_more * (b_root * b_root * (KEY_SCALE * inverse_weight))[None, :]
         if WITH_SUMS:
-            b_s1 = (state(p_near, p_far, near, far, 0, BLOCK_D, BLOCK_V) * b_root[:, None]).to(dtype)
-            b_dx += tl.dot(b_rows, tl.trans(b_s1), input_precision=PRECISION) * (both * inverse_weight)
-            b_z1 = vector(p_near_totals, p_far_totals, 0, BLOCK_D)
+            b_s1 = state(p_near, p_far, near, far, 0, HAS_FAR, BLOCK_D, BLOCK_V).to(dtype)
+            b_more = tl.dot(b_rows, tl.trans(b_s1), input_precision=PRECISION)
+            b_dx += b_more * (b_root * (both * inverse_weight))[None, :]
+            b_z1 = vector(p_near_totals, p_far_totals, 0, HAS_FAR, BLOCK_D)
             b_dx += b_dtotal[:, None] * (b_z1 * b_root)[None, :]
     for i_group in range(num_groups):
         b_phi_k = evaluate(
@@ -232,9 +235,9 @@ def _query_pair(
         )  # fmt: skip
         b_dphi = tl.dot(b_dscores, b_phi_k.to(dtype), input_precision=PRECISION) * inverse_weight
         if WITH_SUMS:
-            b_s = state(p_near, p_far, near, far, first + i_group * GROUP, GROUP, BLOCK_V).to(dtype)
+            b_s = state(p_near, p_far, near, far, first + i_group * GROUP, HAS_FAR, GROUP, BLOCK_V).to(dtype)
             b_dphi += tl.dot(b_rows, tl.trans(b_s), input_precision=PRECISION) * (both * inverse_weight)
-            b_z = vector(p_near_totals, p_far_totals, first + i_group * GROUP, GROUP)
+            b_z = vector(p_near_totals, p_far_totals, first + i_group * GROUP, HAS_FAR, GROUP)
             b_dphi += b_dtotal[:, None] * b_z[None, :]
         b_dx += evaluate_backward(
             b_dphi, b_q, scale, i_group, p_tiles, p_root, p_degrees, p_first, QUADRATIC, BLOCK, BLOCK_D, GROUP, PRECISION
@@ -251,7 +254,7 @@ def query_backward(
     stride_gb, stride_gh, stride_gn,
     N_QUERY, N_KEY, FIRST_QUERY, FIRST_KEY, FIRST_TILE, TILES, SEGMENTS, NUM_ROW_TILES, KEY_SCALE, EPS,
     p_tiles, p_root, p_linear, p_degrees, p_first, NUM_TILES, num_groups,
-    HEADS: tl.constexpr, GROUPS: tl.constexpr, MAPS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_STATE: tl.constexpr, IDENTITY: tl.constexpr,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, MAPS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_STATE: tl.constexpr, HAS_FAR: tl.constexpr, IDENTITY: tl.constexpr,
     QUADRATIC: tl.constexpr, UNIT: tl.constexpr, TRAINED: tl.constexpr, CHUNK: tl.constexpr, DIM: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -306,7 +309,7 @@ def query_backward(
     b_dots = tl.dot(b_grad, tl.trans(b_v), input_precision=PRECISION)
     b_dots = tl.where(m_causal, b_dots, 0.0)
     b_grad32 = b_grad.to(tl.float32)
-    b_values = vector(p_near_rows + i_row * BLOCK_V, p_far_rows + i_far * BLOCK_V, 0, BLOCK_V)
+    b_values = vector(p_near_rows + i_row * BLOCK_V, p_far_rows + i_far * BLOCK_V, 0, HAS_FAR, BLOCK_V)
     b_along_mean = tl.sum(b_dots, axis=1) + tl.sum(b_grad32 * b_values[None, :], axis=1)
     b_along_mean = b_along_mean * b_inverse / divisor
     b_along_out = tl.sum(b_grad32 * b_out.to(tl.float32), axis=1) * b_inverse
@@ -322,14 +325,14 @@ def query_backward(
     b_dscores = tl.where(m_causal, b_dscores, 0.0).to(dtype)
     b_q, b_factor = load_unit_tile(p_query, q_start, stride_qn, m_q, EPS, UNIT, DIM, BLOCK, BLOCK_D)
     b_k, _ = load_unit_tile(p_key, k_start, stride_kn, m_k, EPS, UNIT, DIM, BLOCK, BLOCK_D)
-    b_keys = vector(p_near_x + i_row * BLOCK_D, p_far_x + i_far * BLOCK_D, 0, BLOCK_D)
+    b_keys = vector(p_near_x + i_row * BLOCK_D, p_far_x + i_far * BLOCK_D, 0, HAS_FAR, BLOCK_D)
     b_dx = b_dmean[:, None] * b_keys[None, :]
     if tl.max(tl.abs(b_dmean), axis=0) > 0.0:  # the floor acts somewhere, which is rare
         b_mean = tl.where(m_causal, (b_dmean * weight)[:, None], 0.0).to(dtype)
         b_dx += tl.dot(b_mean, b_k, input_precision=PRECISION) * (KEY_SCALE / weight)
     b_dx = _query_pair(
         b_dx, b_q, b_k, b_dscores, b_rows, b_dtotal, scale, KEY_SCALE, 1.0 / weight, p_near, p_near_totals, p_far, p_far_totals,
-        near, far, both, p_tiles, p_root, p_linear, p_degrees, p_first, num_groups, True, IDENTITY, QUADRATIC, BLOCK_D,
+        near, far, both, p_tiles, p_root, p_linear, p_degrees, p_first, num_groups, True, HAS_FAR, IDENTITY, QUADRATIC, BLOCK_D,
         BLOCK_V, BLOCK, GROUP, PRECISION,
     )  # fmt: skip
     if CHUNK > 1:
@@ -342,7 +345,7 @@ def query_backward(
             b_dscores = ((b_dots * b_inverse[:, None] + b_dtotal[:, None]) * weight).to(dtype)
             b_dx = _query_pair(
                 b_dx, b_q, b_k, b_dscores, b_rows, b_dtotal, scale, KEY_SCALE, 1.0 / weight, p_near, p_near_totals, p_far,
-                p_far_totals, near, far, both, p_tiles, p_root, p_linear, p_degrees, p_first, num_groups, False, IDENTITY,
+                p_far_totals, near, far, both, p_tiles, p_root, p_linear, p_degrees, p_first, num_groups, False, HAS_FAR, IDENTITY,
                 QUADRATIC, BLOCK_D, BLOCK_V, BLOCK, GROUP, PRECISION,
             )  # fmt: skip
     # b_dx is the gradient of scale · query, on which alone everything depends.

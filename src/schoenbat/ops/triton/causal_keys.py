@@ -15,7 +15,7 @@ from schoenbat.ops.triton.rows import load_tile, load_unit_tile, store_tile, uni
 def _value_pair(
     b_dv, b_k, b_q, b_grad, b_inverse, b_e, scale, KEY_SCALE, weight, p_near, p_far, near, far, both,
     p_tiles, p_root, p_linear, p_degrees, p_first, num_groups,
-    OWN: tl.constexpr, IDENTITY: tl.constexpr, QUADRATIC: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    OWN: tl.constexpr, HAS_FAR: tl.constexpr, IDENTITY: tl.constexpr, QUADRATIC: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add to the gradient of values what comes from one tile of queries.
@@ -30,14 +30,18 @@ def _value_pair(
         b_scores += linear_scores(b_q, b_k, p_linear, scale * KEY_SCALE, BLOCK_D, PRECISION)
         if OWN:
             b_root = tl.load(p_linear + tl.arange(0, BLOCK_D)) * KEY_SCALE
-            b_s1 = state(p_near, p_far, near, far, 0, BLOCK_D, BLOCK_V) * b_root[:, None]
-            b_read += tl.dot(b_k, b_s1.to(dtype), input_precision=PRECISION)
+            b_s1 = state(p_near, p_far, near, far, 0, HAS_FAR, BLOCK_D, BLOCK_V)
+            if HAS_FAR:
+                b_read += tl.dot(b_k, (b_s1 * b_root[:, None]).to(dtype), input_precision=PRECISION)
+            else:  # rows are weighted: sums that are multiplied as they were stored take no registers
+                b_linear = (b_k.to(tl.float32) * b_root[None, :]).to(dtype)
+                b_read += tl.dot(b_linear, b_s1, input_precision=PRECISION)
     for i_group in range(num_groups):
         b_phi_k = evaluate(
             b_k, KEY_SCALE, i_group, p_tiles, p_root, p_degrees, p_first, QUADRATIC, BLOCK, BLOCK_D, GROUP, PRECISION
         ).to(dtype)  # fmt: skip
         if OWN:
-            b_s = state(p_near, p_far, near, far, first + i_group * GROUP, GROUP, BLOCK_V).to(dtype)
+            b_s = state(p_near, p_far, near, far, first + i_group * GROUP, HAS_FAR, GROUP, BLOCK_V).to(dtype)
             b_read += tl.dot(b_phi_k, b_s, input_precision=PRECISION)
         if QUADRATIC:
             tl.debug_barrier()
@@ -56,7 +60,7 @@ def _value_pair(
 def _key_pair(
     b_dx, b_k, b_v, b_q, b_grad, b_inverse, b_dtotal, b_dmean, scale, KEY_SCALE, weight, p_near, p_near_totals,
     p_far, p_far_totals, near, far, both, p_tiles, p_root, p_linear, p_degrees, p_first, num_groups,
-    OWN: tl.constexpr, IDENTITY: tl.constexpr, QUADRATIC: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    OWN: tl.constexpr, HAS_FAR: tl.constexpr, IDENTITY: tl.constexpr, QUADRATIC: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add to the gradient of scaled keys what comes from one tile of queries; OWN as in `_value_pair`."""
@@ -78,17 +82,18 @@ def _key_pair(
             tl.dot(b_dscores, b_q, input_precision=PRECISION) * (b_root * b_root * (scale / weight))[None, :]
         )
         if OWN:
-            b_s1 = (state(p_near, p_far, near, far, 0, BLOCK_D, BLOCK_V) * b_root[:, None]).to(dtype)
-            b_z1 = vector(p_near_totals, p_far_totals, 0, BLOCK_D) * b_root
-            b_dx += tl.dot(b_v, tl.trans(b_s1), input_precision=PRECISION) * both + b_z1[None, :]
+            b_s1 = state(p_near, p_far, near, far, 0, HAS_FAR, BLOCK_D, BLOCK_V).to(dtype)
+            b_z1 = vector(p_near_totals, p_far_totals, 0, HAS_FAR, BLOCK_D)
+            b_more = tl.dot(b_v, tl.trans(b_s1), input_precision=PRECISION) * both + b_z1[None, :]
+            b_dx += b_more * b_root[None, :]
     for i_group in range(num_groups):
         b_phi_q = evaluate(
             b_q, scale, i_group, p_tiles, p_root, p_degrees, p_first, QUADRATIC, BLOCK, BLOCK_D, GROUP, PRECISION
         ).to(dtype)  # fmt: skip
         b_dphi = tl.dot(b_dscores, b_phi_q, input_precision=PRECISION) / weight
         if OWN:
-            b_s = state(p_near, p_far, near, far, first + i_group * GROUP, GROUP, BLOCK_V).to(dtype)
-            b_z = vector(p_near_totals, p_far_totals, first + i_group * GROUP, GROUP)
+            b_s = state(p_near, p_far, near, far, first + i_group * GROUP, HAS_FAR, GROUP, BLOCK_V).to(dtype)
+            b_z = vector(p_near_totals, p_far_totals, first + i_group * GROUP, HAS_FAR, GROUP)
             b_dphi += tl.dot(b_v, tl.trans(b_s), input_precision=PRECISION) * both + b_z[None, :]
         b_dx += evaluate_backward(
             b_dphi, b_k, KEY_SCALE, i_group, p_tiles, p_root, p_degrees, p_first, QUADRATIC, BLOCK, BLOCK_D, GROUP,
@@ -106,7 +111,7 @@ def key_backward(
     stride_gb, stride_gh, stride_gn,
     N_QUERY, N_KEY, FIRST_QUERY, FIRST_KEY, FIRST_TILE, TILES, SEGMENTS, NUM_ROW_TILES, KEY_SCALE, EPS,
     p_tiles, p_root, p_linear, p_degrees, p_first, NUM_TILES, num_groups,
-    HEADS: tl.constexpr, GROUPS: tl.constexpr, MAPS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_STATE: tl.constexpr, IDENTITY: tl.constexpr,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, MAPS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_STATE: tl.constexpr, HAS_FAR: tl.constexpr, IDENTITY: tl.constexpr,
     QUADRATIC: tl.constexpr, UNIT: tl.constexpr, CHUNK: tl.constexpr, DIM: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -155,11 +160,11 @@ def key_backward(
 
     # Values first, then keys: the features of queries are formed twice, but both at once would not fit the registers.
     b_e = tl.load(p_constant + q_start + o_n, mask=m_q, other=0.0)
-    b_values = vector(p_near_rows + i_row * BLOCK_V, p_far_rows + i_far * BLOCK_V, 0, BLOCK_V)
+    b_values = vector(p_near_rows + i_row * BLOCK_V, p_far_rows + i_far * BLOCK_V, 0, HAS_FAR, BLOCK_V)
     b_dv = tl.zeros([BLOCK, BLOCK_V], tl.float32) + b_values[None, :]
     b_dv = _value_pair(
         b_dv, b_k, b_q, b_grad, b_inverse, b_e, scale, KEY_SCALE, weight, p_near, p_far, near, far, both, p_tiles, p_root,
-        p_linear, p_degrees, p_first, num_groups, True, IDENTITY, QUADRATIC, BLOCK_D, BLOCK_V, BLOCK, GROUP, PRECISION,
+        p_linear, p_degrees, p_first, num_groups, True, HAS_FAR, IDENTITY, QUADRATIC, BLOCK_D, BLOCK_V, BLOCK, GROUP, PRECISION,
     )  # fmt: skip
     if CHUNK > 1:
         for i_other in range(i_tile + 1, last):
@@ -171,7 +176,7 @@ def key_backward(
             b_dv = _value_pair(
                 b_dv, b_k, b_other, b_other_grad, b_other_inverse, b_e, scale, KEY_SCALE,
                 normaliser(i_other, FIRST_KEY, earlier, BLOCK), p_near, p_far, near, far, both, p_tiles, p_root, p_linear, p_degrees,
-                p_first, num_groups, False, IDENTITY, QUADRATIC, BLOCK_D, BLOCK_V, BLOCK, GROUP, PRECISION,
+                p_first, num_groups, False, HAS_FAR, IDENTITY, QUADRATIC, BLOCK_D, BLOCK_V, BLOCK, GROUP, PRECISION,
             )  # fmt: skip
     b_dv = tl.where(m_k[:, None], b_dv, 0.0)
     store_tile(p_dvalue + i_out * N_KEY * DV, k_start, b_dv, m_in, DV, BLOCK, BLOCK_V)
@@ -183,11 +188,11 @@ def key_backward(
     b_v = load_tile(p_value, k_start, stride_vn, m_k, DV, BLOCK, BLOCK_V)
     b_dtotal = tl.load(p_dtotal + q_start + o_n, mask=m_q, other=0.0)
     b_dmean = tl.load(p_dmean + q_start + o_n, mask=m_q, other=0.0)
-    b_keys = vector(p_near_x + i_row * BLOCK_D, p_far_x + i_far * BLOCK_D, 0, BLOCK_D)
+    b_keys = vector(p_near_x + i_row * BLOCK_D, p_far_x + i_far * BLOCK_D, 0, HAS_FAR, BLOCK_D)
     b_dx = tl.zeros([BLOCK, BLOCK_D], tl.float32) + b_keys[None, :]
     b_dx = _key_pair(
         b_dx, b_k, b_v, b_q, b_grad, b_inverse, b_dtotal, b_dmean, scale, KEY_SCALE, weight, p_near, p_near_totals, p_far,
-        p_far_totals, near, far, both, p_tiles, p_root, p_linear, p_degrees, p_first, num_groups, True, IDENTITY, QUADRATIC,
+        p_far_totals, near, far, both, p_tiles, p_root, p_linear, p_degrees, p_first, num_groups, True, HAS_FAR, IDENTITY, QUADRATIC,
         BLOCK_D, BLOCK_V, BLOCK, GROUP, PRECISION,
     )  # fmt: skip
     if CHUNK > 1:
@@ -201,7 +206,7 @@ def key_backward(
             b_dx = _key_pair(
                 b_dx, b_k, b_v, b_other, b_other_grad, b_other_inverse, b_other_dtotal, b_dmean, scale, KEY_SCALE,
                 normaliser(i_other, FIRST_KEY, earlier, BLOCK), p_near, p_near_totals, p_far, p_far_totals, near, far, both, p_tiles,
-                p_root, p_linear, p_degrees, p_first, num_groups, False, IDENTITY, QUADRATIC, BLOCK_D, BLOCK_V, BLOCK, GROUP,
+                p_root, p_linear, p_degrees, p_first, num_groups, False, HAS_FAR, IDENTITY, QUADRATIC, BLOCK_D, BLOCK_V, BLOCK, GROUP,
                 PRECISION,
             )  # fmt: skip
     b_dx *= KEY_SCALE

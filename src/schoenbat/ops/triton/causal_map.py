@@ -71,7 +71,7 @@ def map_backward(
     stride_gb, stride_gh, stride_gn,
     N_QUERY, N_KEY, FIRST_QUERY, FIRST_KEY, FIRST_TILE, TILES, SEGMENTS, NUM_ROW_TILES, KEY_SCALE, EPS, EACH, SPLITS,
     p_tiles, p_root, p_linear, p_degrees, p_first, NUM_TILES, num_groups,
-    HEADS: tl.constexpr, GROUPS: tl.constexpr, MAPS: tl.constexpr, HAS_MASK: tl.constexpr, IS_QUERY: tl.constexpr,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, MAPS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_FAR: tl.constexpr, IS_QUERY: tl.constexpr,
     LINEAR: tl.constexpr, IDENTITY: tl.constexpr, QUADRATIC: tl.constexpr, UNIT: tl.constexpr, CHUNK: tl.constexpr,
     DIM: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -107,9 +107,11 @@ def map_backward(
         i_near = (i_state * tl.cdiv(NUM_ROW_TILES, CHUNK) + i_tile // CHUNK).to(tl.int64) * num_features
         i_far = (i_state * SEGMENTS + i_tile // TILES).to(tl.int64) * num_features
         near, far, both = shares(i_tile, FIRST_KEY, 0, TILES, NUM_ROW_TILES, not IS_QUERY, CHUNK, BLOCK)
-        b_s = state(p_near + i_near * BLOCK_V, p_far + i_far * BLOCK_V, near, far, o_first, FEATURES, BLOCK_V)
+        b_s = state(
+            p_near + i_near * BLOCK_V, p_far + i_far * BLOCK_V, near, far, o_first, HAS_FAR, FEATURES, BLOCK_V
+        )
         b_s = tl.trans(b_s.to(dtype))
-        b_z = vector(p_near_totals + i_near, p_far_totals + i_far, o_first, FEATURES)
+        b_z = vector(p_near_totals + i_near, p_far_totals + i_far, o_first, HAS_FAR, FEATURES)
         weight = normaliser(i_tile, FIRST_KEY, 0, BLOCK)
         q_start, k_start = i_tile * BLOCK - FIRST_QUERY, i_tile * BLOCK - FIRST_KEY
         if IS_QUERY:

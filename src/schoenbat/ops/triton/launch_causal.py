@@ -30,6 +30,9 @@ from schoenbat.ops.triton.tiles import (
     is_of_one_group,
 )
 
+# With so many heads each is one segment, about one program to a multiprocessor: more segments take less time
+# for sums, but what is near and what is far then has to be added up by each kernel that reads them.
+_MANY_HEADS = 120
 # Of outputs, to a program: more gain nothing, and leave multiprocessors without work where heads are many.
 _MOST_TILES = 8
 
@@ -55,9 +58,10 @@ class Axis(NamedTuple):
         # A map of constants alone has no features.
         chunk = max(1, cdiv(plan.num_features * shape.block_v, rows))
         num_tiles = max(1, cdiv(max(queries, keys), tiles.block))
+        pieces, heads = cdiv(num_tiles, chunk), shape.batch * shape.heads
         # Groups of several degrees take unequally long, as in `launch`; but segments have to be scanned.
-        programs = shape.batch * shape.heads * max(1, plan.num_groups) // (2 if plan.is_uneven else 1)
-        segments, chunks_each = split(cdiv(num_tiles, chunk), programs, tiles)
+        programs = heads * max(1, plan.num_groups) // (2 if plan.is_uneven else 1)
+        segments, chunks_each = (1, pieces) if heads >= _MANY_HEADS else split(pieces, programs, tiles)
         return cls(queries, keys, tiles, chunk, num_tiles, segments, chunk * chunks_each)
 
     @property
@@ -67,6 +71,11 @@ class Axis(NamedTuple):
     @property
     def first_key(self) -> int:
         return max(0, self.queries - self.keys)
+
+    @property
+    def has_far(self) -> bool:
+        """Whether there are segments before others."""
+        return self.segments > 1
 
     @property
     def cut(self) -> tuple[int, int, int]:
@@ -79,6 +88,11 @@ class Axis(NamedTuple):
 
     def programs(self, position: int, heads: int) -> tuple[int]:
         return ((self.num_tiles - self.from_tile(position)[4]) * heads,)
+
+
+def num_parts(tiles: Tiles, plan: Plan) -> int:
+    """Of `accumulate`: all in one, or one for each group and one for what has none."""
+    return 1 if is_of_one_group(tiles, plan) else 1 + plan.num_groups
 
 
 def sum_shapes(heads: int, axis: Axis, shape: Shape, plan: Plan) -> list[tuple[int, ...]]:
@@ -142,6 +156,7 @@ def attend(
             GROUPS=shape.groups,
             HAS_MASK=mask is not None,
             HAS_STATE=count is not None,
+            HAS_FAR=axis.has_far or count is not None,
             UNIT=unit.code,
             SINGLE=several,
             CHUNK=axis.chunk,
@@ -185,6 +200,7 @@ def attend_backward(
         "GROUPS": shape.groups,
         "HAS_MASK": mask is not None,
         "HAS_STATE": count is not None,
+        "HAS_FAR": axis.has_far or count is not None,
         "UNIT": unit.code,
         "CHUNK": axis.chunk,
         **shape.constants(plan, axis.tiles),
@@ -283,7 +299,7 @@ def sums_along(
     Then what `before` does not enter: the four sums over each segment.
     """
     heads, after = x.shape[0] * x.shape[1], by_row is not None
-    first, program_parts = axis.first_query if after else axis.first_key, 1 + plan.num_groups
+    first, parts_each = axis.first_query if after else axis.first_key, num_parts(axis.tiles, plan)
     x_rows, x_strides, row_rows, row_strides = x, x.stride()[:3], rows, rows.stride()[:3]
     if axis.backwards:
         first = axis.num_tiles * axis.tiles.block - x.shape[-2]
@@ -296,7 +312,7 @@ def sums_along(
         for i, size in enumerate(sum_shapes(heads, axis, shape, plan))
     ]
     parts = [x.new_empty(heads, *size, dtype=torch.float32) for size in _segment_sizes(axis, shape, plan)]
-    causal_sums.accumulate[(program_parts * axis.segments * heads,)](
+    causal_sums.accumulate[(parts_each * axis.segments * heads,)](
         *(x_rows, row_rows, flat(mask, x), x if query_scale is None else query_scale),
         *(*(by_row or (x, x, x, x)), *sums[:4], *parts, _earlier(count, x), *x_strides, *row_strides),
         *(x.shape[-2], first, first_key, *axis.cut, key_scale, unit.eps, *map_arguments(plan)),
@@ -305,11 +321,14 @@ def sums_along(
         HAS_MASK=mask is not None,
         HAS_STATE=count is not None,
         IS_QUERY=after,
-        PARTS=program_parts,
+        PARTS=parts_each,
+        SINGLE=is_of_one_group(axis.tiles, plan),
         UNIT=unit.code,
         CHUNK=axis.chunk,
         **shape.constants(plan, axis.tiles),
     )
+    if not axis.has_far and count is None:
+        return sums, parts
     rows_each = sum_rows(plan, heads)
     causal_sums.scan[(heads, max(1, cdiv(plan.num_features, rows_each)))](
         *(*parts, *sums[4:], *(before or parts), _earlier(count, x)),

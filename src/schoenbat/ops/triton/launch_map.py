@@ -121,6 +121,7 @@ def causal(
             HEADS=q.shape[1],
             GROUPS=shape.groups,
             HAS_MASK=mask is not None,
+            HAS_FAR=axis.has_far,
             UNIT=unit.code,
             CHUNK=axis.chunk,
             **own.constants,

@@ -209,6 +209,7 @@ def _sums(
         *(*ends[0], *ends[-1], *sums),
         *(-axis.seen_by_all, *axis.cut, call.reach, plan.num_features),
         TWO_SIDED=not call.near.is_causal,
+        HAS_FAR=axis.has_far,
         AFTER=by_row is not None,
         CHUNK=axis.chunk,
         ROWS=rows_each,

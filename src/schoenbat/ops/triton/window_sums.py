@@ -112,7 +112,7 @@ def combine(
     p_other_far, p_other_far_totals, p_other_far_x, p_other_far_rows,
     p_sums, p_totals, p_x, p_rows, p_share,
     FIRST_KEY, TILES, SEGMENTS, NUM_ROW_TILES, REACH, num_features,
-    TWO_SIDED: tl.constexpr, AFTER: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+    TWO_SIDED: tl.constexpr, HAS_FAR: tl.constexpr, AFTER: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """What of the sums each chunk meets: the mean φ ⊗ row and what it is multiplied by, Σφ, Σx and Σrow.
@@ -126,13 +126,13 @@ def combine(
     m_f = o_f < num_features
     b_sums, b_totals, b_x, b_rows, share = _met(
         p_near, p_near_totals, p_near_x, p_near_rows, p_far, p_far_totals, p_far_x, p_far_rows, i_bh, i_chunk, o_f, m_f,
-        FIRST_KEY, TILES, SEGMENTS, NUM_ROW_TILES, REACH, num_features, AFTER, CHUNK, BLOCK_D, BLOCK_V, BLOCK,
+        FIRST_KEY, TILES, SEGMENTS, NUM_ROW_TILES, REACH, num_features, HAS_FAR, AFTER, CHUNK, BLOCK_D, BLOCK_V, BLOCK,
     )  # fmt: skip
     if TWO_SIDED:
         b_more, b_more_totals, b_more_x, b_more_rows, more = _met(
             p_other_near, p_other_near_totals, p_other_near_x, p_other_near_rows, p_other_far, p_other_far_totals,
             p_other_far_x, p_other_far_rows, i_bh, num_chunks - 1 - i_chunk, o_f, m_f, FIRST_KEY, TILES, SEGMENTS,
-            NUM_ROW_TILES, REACH, num_features, AFTER, CHUNK, BLOCK_D, BLOCK_V, BLOCK,
+            NUM_ROW_TILES, REACH, num_features, HAS_FAR, AFTER, CHUNK, BLOCK_D, BLOCK_V, BLOCK,
         )  # fmt: skip
         both = share + more
         divisor = tl.where(both > 0.0, both, 1.0)
@@ -159,7 +159,8 @@ def combine(
 def _met(
     p_near, p_near_totals, p_near_x, p_near_rows, p_far, p_far_totals, p_far_x, p_far_rows, i_bh, i_chunk, o_f, m_f,
     FIRST_KEY, TILES, SEGMENTS, NUM_ROW_TILES, REACH, num_features,
-    AFTER: tl.constexpr, CHUNK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_FAR: tl.constexpr, AFTER: tl.constexpr, CHUNK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The sums before chunk i_chunk − REACH, or after chunk i_chunk + REACH; beyond the ends there is nothing."""
     num_chunks = NUM_ROW_TILES // CHUNK
@@ -174,10 +175,12 @@ def _met(
     i_far = (i_bh * SEGMENTS + i_tile // TILES).to(tl.int64)
     i_row = (i_bh * NUM_ROW_TILES + i_tile).to(tl.int64)
     o_sums, m_sums = o_f[:, None] * BLOCK_V + tl.arange(0, BLOCK_V)[None, :], m_f[:, None]
-    b_near = tl.load(p_near + i_near * num_features * BLOCK_V + o_sums, mask=m_sums, other=0.0)
-    b_far = tl.load(p_far + i_far * num_features * BLOCK_V + o_sums, mask=m_sums, other=0.0)
+    b_sums = tl.load(p_near + i_near * num_features * BLOCK_V + o_sums, mask=m_sums, other=0.0).to(tl.float32)
     b_totals = tl.load(p_near_totals + i_near * num_features + o_f, mask=m_f, other=0.0)
-    b_totals += tl.load(p_far_totals + i_far * num_features + o_f, mask=m_f, other=0.0)
-    b_x = vector(p_near_x + i_row * BLOCK_D, p_far_x + i_far * BLOCK_D, 0, BLOCK_D)
-    b_rows = vector(p_near_rows + i_row * BLOCK_V, p_far_rows + i_far * BLOCK_V, 0, BLOCK_V)
-    return b_near.to(tl.float32) * near + b_far.to(tl.float32) * far, b_totals, b_x, b_rows, both
+    if HAS_FAR:
+        b_far = tl.load(p_far + i_far * num_features * BLOCK_V + o_sums, mask=m_sums, other=0.0)
+        b_sums = b_sums * near + b_far.to(tl.float32) * far
+        b_totals += tl.load(p_far_totals + i_far * num_features + o_f, mask=m_f, other=0.0)
+    b_x = vector(p_near_x + i_row * BLOCK_D, p_far_x + i_far * BLOCK_D, 0, HAS_FAR, BLOCK_D)
+    b_rows = vector(p_near_rows + i_row * BLOCK_V, p_far_rows + i_far * BLOCK_V, 0, HAS_FAR, BLOCK_V)
+    return b_sums, b_totals, b_x, b_rows, both
