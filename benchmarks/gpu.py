@@ -6,11 +6,14 @@ decoding step: to read and write the state once), at the speed at which this GPU
 package fla is installed, its causal linear attention is measured on features that are ready-made: what it
 would cost without a map.
 
-Each shape is written to benchmarks/results/<gpu>.json as soon as it is measured, in place of what was there
-of it: a row says of which revision it is, and all rows of a shape are of one run. Shapes of which this
-revision has rows already are left alone, so that a run that was interrupted goes on.
+Each pass of a shape is written to benchmarks/results/<gpu>.json as soon as it is measured, in place of what
+was there of it: a row says of which revision it is, and what stands beside it was measured in the same run,
+but for packages that are not installed any more. Passes of which this revision has rows already are left
+alone, so that a run that was interrupted goes on. ``--causal`` measures causal attention alone, after its
+kernels have changed.
 """
 
+import argparse
 import importlib.util
 import json
 import time
@@ -136,8 +139,7 @@ def cells(shape: Shape) -> list[Cell]:
         methods |= {
             f"{name}, ±{WIDTH} exact": partial(window, implementation=name) for name in ("triton", "eager")
         }
-    passes = (FORWARD, BACKWARD) if shape in LENGTHS else PASSES
-    measured = [Cell(shape, name, call, way) for name, call in methods.items() for way in passes]
+    measured = [Cell(shape, name, call, way) for name, call in methods.items() for way in passes_of(shape)]
     if shape.head_dim == 64 and shape.construction == "exact-low" and shape in SHAPES:
         exact = partial(kernelized_attention, kernel="inv")
         measured.append(Cell(shape, "exact inv by FlexAttention", exact, FORWARD))
@@ -155,14 +157,22 @@ def _takes_minutes(cell: Cell) -> bool:
     return (cell.method, cell.direction) not in (("cudnn", FORWARD), ("eager", FORWARD), ("eager", BACKWARD))
 
 
-def rows(shape: Shape, copy_speed: float) -> Iterator[Row]:
+def passes_of(shape: Shape) -> tuple[str, ...]:
+    if shape == DECODING:
+        return (DECODE,)
+    return (FORWARD, BACKWARD) if shape in LENGTHS else PASSES
+
+
+def rows(shape: Shape, direction: str, copy_speed: float) -> Iterator[Row]:
+    """One pass by all methods."""
     if shape == DECODING:
         yield from decoding_rows(copy_speed)
         return
     inputs = _draw(shape)
     floor = 4 * inputs[0].nbytes / copy_speed
     for cell in cells(shape):
-        yield measure(str(shape), cell.method, cell.direction, cell.call(inputs), floor)
+        if cell.direction == direction:
+            yield measure(str(shape), cell.method, direction, cell.call(inputs), floor)
 
 
 def decoding_rows(copy_speed: float) -> Iterator[Row]:
@@ -266,22 +276,33 @@ def measured_before(path: Path) -> dict[str, list[Row]]:
     return found
 
 
-def is_of(rows: list[Row], own: str | None) -> bool:
-    """Whether rows are of this revision, and it is one: not if files were changed since."""
-    return own is not None and not own.endswith("+") and {row.revision for row in rows} == {own}
+def is_of(rows: list[Row], direction: str, own: str | None) -> bool:
+    """Whether a pass was measured at this revision, and it is one: not if files were changed since."""
+    found = {row.revision for row in rows if (row.method, row.direction) == ("triton", direction)}
+    return own is not None and not own.endswith("+") and found == {own}
 
 
-def main() -> None:
+def renewed(rows: list[Row], measured: list[Row]) -> list[Row]:
+    """All rows of a shape, those that were measured anew in the place of the old ones."""
+    return list({(row.method, row.direction): row for row in (*rows, *measured)}.values())
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--causal", action="store_true", help="measure the passes of causal attention alone")
+    only_causal = parser.parse_args(arguments).causal
     console, shapes = Console(width=120), (*SHAPES, *LENGTHS, DECODING)
     name = device_name(DEVICE).lower().replace(" ", "-")
     path = Path(__file__).parent / "results" / f"{name}.json"
     found, own, speed = measured_before(path), revision(), _copy_speed()
     for shape in track(shapes, "measuring", console=console, auto_refresh=False):
-        if is_of(found.get(str(shape), []), own):
-            continue
-        start = time.perf_counter()
-        found[str(shape)] = list(rows(shape, speed))
-        write(path, found, shapes)
+        start, before = time.perf_counter(), found.setdefault(str(shape), [])
+        for direction in passes_of(shape):
+            if (direction.startswith("causal") or not only_causal) and not is_of(before, direction, own):
+                found[str(shape)] = renewed(found[str(shape)], list(rows(shape, direction, speed)))
+                write(path, found, shapes)
         console.print(f"{shape}: {time.perf_counter() - start:.0f} s")
     console.print(table([row for shape in shapes for row in found[str(shape)]]))
 

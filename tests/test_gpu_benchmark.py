@@ -24,49 +24,69 @@ def gpu(monkeypatch, tmp_path):
     return script
 
 
-def measuring(script, monkeypatch, revision, until=None):
-    """Pretend that this revision is measured, up to a shape; a list of the shapes that were."""
-    shapes = []
+def measuring(script, monkeypatch, revision, until=None, methods=("triton",)):
+    """Pretend that this revision is measured, up to a shape's last pass; a list of the passes that were."""
+    passes = []
 
-    def rows(shape, speed):
-        if shape == until:
+    def rows(shape, direction, speed):
+        if shape == until and direction == script.passes_of(shape)[-1]:
             raise KeyboardInterrupt
-        shapes.append(shape)
-        yield script.Row(str(shape), "triton", "forward", 1.0, 1.0, 1.0, 2.0, 0.5, None, revision, "2.11")
+        passes.append((shape, direction))
+        for method in methods:
+            yield script.Row(str(shape), method, direction, 1.0, 1.0, 1.0, 2.0, 0.5, None, revision, "2.11")
 
     monkeypatch.setattr(script, "revision", lambda: revision)
     monkeypatch.setattr(script, "rows", rows)
-    return shapes
+    return passes
 
 
 def revisions(folder):
     (path,) = (folder / "results").iterdir()
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-    return {row["shape"]: row["revision"] for row in rows}
+    return {(row["shape"], row["method"], row["direction"]): row["revision"] for row in rows}
+
+
+def all_passes(script):
+    shapes = *script.SHAPES, script.DECODING
+    return [(shape, direction) for shape in shapes for direction in script.passes_of(shape)]
 
 
 def test_an_interrupted_run_keeps_what_it_measured_and_goes_on(gpu, monkeypatch, tmp_path):
-    shapes = [*gpu.SHAPES, gpu.DECODING]
+    passes = all_passes(gpu)
     assert measuring(gpu, monkeypatch, "a") == []
-    gpu.main()
-    assert revisions(tmp_path) == dict.fromkeys(map(str, shapes), "a")
+    gpu.main([])
+    keys = [(str(shape), "triton", direction) for shape, direction in passes]
+    assert revisions(tmp_path) == dict.fromkeys(keys, "a")
 
-    measuring(gpu, monkeypatch, "b", until=shapes[2])
+    done = measuring(gpu, monkeypatch, "b", until=gpu.SHAPES[2])
     with pytest.raises(KeyboardInterrupt):
-        gpu.main()
+        gpu.main([])
+    assert done == passes[:11]
     assert list(revisions(tmp_path).items()) == [
-        (str(shape), "b" if place < 2 else "a") for place, shape in enumerate(shapes)
+        (key, "b" if place < 11 else "a") for place, key in enumerate(keys)
     ]
 
     rest = measuring(gpu, monkeypatch, "b")
-    gpu.main()
-    assert rest == shapes[2:]
+    gpu.main([])
+    assert rest == passes[11:]
     assert set(revisions(tmp_path).values()) == {"b"}
 
 
 @pytest.mark.parametrize("unsure", ["b+", None])
 def test_code_that_no_revision_names_is_measured_anew(gpu, monkeypatch, unsure):
     for _ in range(2):
-        shapes = measuring(gpu, monkeypatch, unsure)
-        gpu.main()
-        assert shapes == [*gpu.SHAPES, gpu.DECODING]
+        passes = measuring(gpu, monkeypatch, unsure)
+        gpu.main([])
+        assert passes == all_passes(gpu)
+
+
+def test_causal_passes_alone_leave_all_others_and_what_is_not_installed(gpu, monkeypatch, tmp_path):
+    measuring(gpu, monkeypatch, "a", methods=("triton", "fla"))
+    gpu.main([])
+    before = list(revisions(tmp_path))
+    measuring(gpu, monkeypatch, "b")
+    gpu.main(["--causal"])
+    after = revisions(tmp_path)
+    assert list(after) == before
+    renewed = {key for key, revision in after.items() if revision == "b"}
+    assert renewed == {key for key in before if key[1] == "triton" and key[2].startswith("causal")}
