@@ -4,6 +4,7 @@ float32, one sequence, 8 heads, d = 64, D = 128, exact-low. SDPA is left out whe
 Writes benchmarks/results/cpu.json.
 """
 
+import argparse
 from pathlib import Path
 
 from rich.console import Console
@@ -46,6 +47,7 @@ def table(rows: list[SpeedRow]) -> Table:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     measured = list(track(run(OPTIONS), "measuring", total=OPTIONS.total, auto_refresh=False))
     write_results(RESULTS, "cpu", OPTIONS, measured)
     Console(width=100).print(table(measured))

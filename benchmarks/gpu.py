@@ -10,7 +10,7 @@ Each pass of a shape is written to benchmarks/results/<gpu>.json as soon as it i
 was there of it: a row says of which revision it is, and what stands beside it was measured in the same run,
 but for packages that are not installed any more. Passes of which this revision has rows already are left
 alone, so that a run that was interrupted goes on. ``--causal`` measures causal attention alone, after its
-kernels have changed.
+kernels have changed; windows in both directions share some of them, and are not among it.
 """
 
 import argparse
@@ -293,6 +293,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--causal", action="store_true", help="measure the passes of causal attention alone")
     only_causal = parser.parse_args(arguments).causal
+    if DEVICE.type == "cuda" and not torch.cuda.is_available():
+        parser.error("PyTorch sees no GPU; benchmarks/cpu.py measures a CPU")
     console, shapes = Console(width=120), (*SHAPES, *LENGTHS, DECODING)
     name = device_name(DEVICE).lower().replace(" ", "-")
     path = Path(__file__).parent / "results" / f"{name}.json"

@@ -6,6 +6,7 @@ process is the plain call. Beside the time on the clock, which means something o
 core to itself, stands the processor time of the busiest one. Writes benchmarks/results/parallel.json.
 """
 
+import argparse
 import multiprocessing
 import os
 import tempfile
@@ -171,6 +172,7 @@ def table(rows: list[ParallelRow]) -> Table:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     torch.set_num_threads(1)  # as the processes do: the results name it
     parts = track(run(), "measuring", total=len(OPTIONS.processes), auto_refresh=False)
     measured = [row for part in parts for row in part]

@@ -4,6 +4,7 @@ A model, not a measurement: figures of one H200 (results/nvidia-h200.json) and l
 benchmarks/results/scaling.json and the tables of docs/scaling.md.
 """
 
+import argparse
 import json
 import math
 from collections.abc import Iterable
@@ -228,4 +229,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     main()

@@ -4,6 +4,7 @@ One step of the Long Range Arena model on sequences of 512. Writes benchmarks/re
 a step takes on a GPU is measured by ``schoenbat lra sweep --timing``.
 """
 
+import argparse
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -107,6 +108,7 @@ def table(rows: list[StepRow]) -> Table:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     rows = list(track(measure(), "measuring", total=len(ATTENTIONS), auto_refresh=False))
     write_results(PATH, "training", {"attentions": ATTENTIONS}, rows, device=torch.device("cpu"))
     Console(width=100).print(table(rows))

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from schoenbat import files
 from schoenbat.cli.sweep import _train_options, app
+from schoenbat.data import catalogue
 from schoenbat.experiments.groups import GROUPS
 from schoenbat.report.results import write_results
 from schoenbat.training import sweep
@@ -64,6 +65,7 @@ def stand_in(tmp_path, monkeypatch):
         return [sys.executable, "-S", str(script), cell.attention, *map(str, paths)]
 
     monkeypatch.setattr(sweep, "train_command", command)
+    monkeypatch.setattr(catalogue, "require", lambda task, root: None)
 
 
 @pytest.mark.parametrize("command", ["sweep", "table"])
@@ -106,6 +108,20 @@ def test_a_sweep_tells_what_it_did_and_what_was_done(invoke, tmp_path):
     assert "cells: 4 finished, 0 failed, 0 skipped, of 4" in first.output
     second = run_sweep(invoke, tmp_path, *arguments)
     assert "cells: 0 finished, 0 failed, 4 skipped, of 4" in second.output
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_runs_of_the_file_that_do_not_count_are_told(invoke, tmp_path):
+    arguments = ("--tasks", "text", "--attentions", "softmax")
+    run_sweep(invoke, tmp_path, *arguments)
+    invoke("gather", "--runs", tmp_path / "runs", "--into", tmp_path / "known.json")
+    elsewhere = ("--out", tmp_path / "other", "--known", tmp_path / "known.json", *arguments)
+    known = invoke("sweep", *elsewhere, "--train-option", "steps=10")
+    assert "do not count" not in known.output
+    assert "1 skipped, of 1" in known.output
+    longer = " ".join(invoke("sweep", *elsewhere, "--train-option", "steps=20").output.split())
+    assert "1 runs of" in longer
+    assert "do not count: steps 10, not 20" in longer
 
 
 @pytest.mark.usefixtures("stand_in")
@@ -201,6 +217,7 @@ def test_a_group_has_its_own_steps_unless_others_are_given():
         (["--known", "nowhere.json"], "there is no nowhere.json, neither a directory of runs nor a file by"),
         (["--train-option", "stepz=3"], "'lra train' has no option --stepz"),
         (["--out", __file__], "is a file; choose a directory"),
+        (["--tasks", "listops"], "data/listops does not exist; prepare listops with: schoenbat data prepare"),
     ],
 )
 def test_what_cannot_be_run_is_refused_before_anything_is(invoke, tmp_path, monkeypatch, options, message):

@@ -1,6 +1,7 @@
 """The commands over many training runs: sweep, table."""
 
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from inspect import signature
@@ -73,9 +74,10 @@ def sweep(
 
     The exit code is 1 if a run failed, and 0 if all are done or the budget is spent.
     """
-    from schoenbat.training.cells import SweepOptions
+    from schoenbat.data import catalogue
+    from schoenbat.training.cells import SweepOptions, why_unknown
     from schoenbat.training.gathered import read_runs
-    from schoenbat.training.sweep import parse_duration
+    from schoenbat.training.sweep import parse_duration, unfinished
 
     with explained():
         chosen = _choose(attentions, group)
@@ -91,8 +93,15 @@ def sweep(
             train_options=_train_options(chosen, train_option or []),
             **({"budget": parse_duration(budget)} if budget else {}),
         )
+        missing = unfinished(options)
+        for task in dict.fromkeys(cell.task for cell in missing):
+            catalogue.require(task, data)
         if known is not None:
-            read_runs(known)  # complains about a damaged one, before anything is trained
+            runs = read_runs(known)[0]
+            reasons = Counter(why_unknown(cell, options, runs) for cell in missing)
+            for reason, count in reasons.items():
+                if reason is not None:
+                    console.print(f"{count} runs of {known} do not count: {reason}", highlight=False)
     if not _show(options):
         raise typer.Exit(1)
 

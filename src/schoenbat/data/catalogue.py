@@ -120,8 +120,23 @@ def load(
                 f"prepare it again with: {_command(name, root, asked)}"
             )
         return _task(name, recipe, arrays, manifest.fingerprint, hide_zeros)
-    arrays = _read_directly(name, recipe, root, asked)
+    files, source = _parquet_files(name, recipe, root, asked)
+    arrays = files.read(source, silent)
     return _task(name, recipe, arrays, fingerprint(arrays), hide_zeros)
+
+
+def require(name: str, root: str | Path) -> None:
+    """Complain as :func:`load` does if there is nothing to load, without reading anything.
+
+    >>> require("text", "nowhere")
+    Traceback (most recent call last):
+    ...
+    schoenbat.data.errors.MissingDataError: nowhere/text does not exist, nor does nowhere hold \
+imdb_reviews.parquet; prepare text with: schoenbat data prepare text --from FILE_OR_URL --data nowhere
+    """
+    recipe, root = _recipe(name), Path(root)
+    if not (root / name).is_dir():
+        _parquet_files(name, recipe, root, asked={})
 
 
 def prepare(
@@ -176,14 +191,16 @@ def _recipe(name: str) -> Recipe:
     return RECIPES[name]
 
 
-def _read_directly(name: str, recipe: Recipe, root: Path, asked: Mapping[str, object]) -> Arrays:
-    """The arrays of a task that is not prepared, from Parquet files in ``root``."""
+def _parquet_files(
+    name: str, recipe: Recipe, root: Path, asked: Mapping[str, object]
+) -> tuple[Files, Source]:
+    """The Parquet files in ``root`` of a task that is not prepared, and who reads them."""
     looked = f"{root / name} does not exist"
     if isinstance(recipe.origin, Files):
         layout = recipe.origin.layout(**{**recipe.options, **asked})
         source = find_parquet(root, layout)
         if source:
-            return recipe.origin.read(source, silent)
+            return recipe.origin, source
         if layout.parquet:
             looked += f", nor does {root} hold {' and '.join(layout.parquet)}"
     raise MissingDataError(f"{looked}; prepare {name} with: {_command(name, root, asked)}")

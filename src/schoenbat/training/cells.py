@@ -178,6 +178,14 @@ def is_known(cell: Cell, options: SweepOptions, known: Iterable[RunResult]) -> b
     )
 
 
+def why_unknown(cell: Cell, options: SweepOptions, known: Iterable[RunResult]) -> str | None:
+    """How the ``known`` run of a cell differs from what the sweep asks of it; None where there is none."""
+    wanted = _wanted(cell, options)
+    own = {name: wanted[name] for name in ("task", "attention", "seed")}
+    runs = [result for result in known if result.timing == cell.timing and _difference(result, own) is None]
+    return next((found for result in runs if (found := _difference(result, wanted))), None)
+
+
 def is_done(cell: Cell, options: SweepOptions) -> bool:
     """Whether the cell has a readable result that was trained with what the sweep asks for."""
     try:

@@ -102,6 +102,12 @@ def read_progress(cell: Cell, out: Path) -> Progressed:
     return Progressed(cell, *(latest.get(name) for name in ("step", "loss", "validation")))
 
 
+def unfinished(options: SweepOptions) -> list[Cell]:
+    """The cells that are neither done nor known."""
+    known = read_runs(options.known)[0] if options.known is not None else []
+    return [cell for cell in options.cells if not (is_done(cell, options) or is_known(cell, options, known))]
+
+
 def run(options: SweepOptions, command: Command | None = None) -> Generator[Event, None, None]:
     """Run the cells that are not done, those first that were begun, and tell what happens.
 
@@ -112,10 +118,9 @@ def run(options: SweepOptions, command: Command | None = None) -> Generator[Even
     budget = options.budget
     deadline = time.monotonic() + budget
     stop_at = deadline - min(GRACE, budget / 4)
-    known = read_runs(options.known)[0] if options.known is not None else []
-    done = [cell for cell in options.cells if is_done(cell, options) or is_known(cell, options, known)]
-    yield from (Skipped(cell, DONE) for cell in done)
-    waiting = deque(_begun_first((cell for cell in options.cells if cell not in done), options.out))
+    missing = unfinished(options)
+    yield from (Skipped(cell, DONE) for cell in options.cells if cell not in missing)
+    waiting = deque(_begun_first(missing, options.out))
     running: list[_Process] = []
     next_report = 0.0
     try:

@@ -212,11 +212,16 @@ def causal_cases(shape, plan):
     tiles = Axis.of(4096, 4096, shape, plan).tiles
     single = {"SINGLE": is_of_one_group(tiles, plan)}
     yield causal_sums.accumulate, shape, plan, tiles, single | {"PARTS": num_parts(tiles, plan)}
-    if plan.is_single and shape.dim == 64:
-        yield causal_sums.scan, shape, plan, tiles, {}
+    if shape.dim in (64, 128) and plan.quadratic:
+        yield causal_sums.scan, shape, plan, tiles, {"ROWS": 4096 // shape.block_v}
     yield causal.read, shape, plan, causal_tiles_of_read(tiles, plan), single
     yield causal.query_backward, shape, plan, causal_tiles_of_queries(tiles, plan), {}
     yield causal_keys.key_backward, shape, plan, causal_tiles_of_keys(tiles, plan), {}
+    if plan.is_single or shape.dim == 32:  # many heads of them
+        near = {"HAS_FAR": False, "HAS_STATE": False}
+        yield causal.read, shape, plan, causal_tiles_of_read(tiles, plan), single | near
+        yield causal.query_backward, shape, plan, causal_tiles_of_queries(tiles, plan), near
+        yield causal_keys.key_backward, shape, plan, causal_tiles_of_keys(tiles, plan), near
 
 
 def window_cases(shape, plan):

@@ -63,6 +63,16 @@ def test_nothing_is_far_where_heads_are_many(one_segment, construction, dim, num
     assert_close_to_specification(features, tensors, torch.tensor([1.3]), **options)
 
 
+@pytest.mark.parametrize(
+    ("construction", "dtype"), [("exact-low", torch.float16), ("unbiased", torch.float32)]
+)
+def test_a_sequence_of_many_segments(construction, dtype):
+    """Each of one tile, more than `scan` loads at once."""
+    features = make_map(construction, 16, 40, dtype=torch.float32, device=DEVICE)
+    tensors = draw(200, 200, dtype=dtype)
+    assert_close_to_specification(features, tensors, torch.tensor([1.3]), is_causal=True)
+
+
 @pytest.mark.parametrize("queries", [200, 130])
 def test_a_program_gives_several_tiles_of_outputs(few_programs, queries):
     """Of a map with one group of pairs, of heads neither narrow nor wide; rows normalised on the way."""
@@ -261,7 +271,7 @@ def test_two_runs_are_bit_equal_and_inputs_need_not_be_contiguous():
 def test_sums_take_no_more_memory_than_the_inputs(dtype, dim, num_features, tiles):
     """The more features, the more tiles share a chunk; the last case is that of the tests above."""
     from schoenbat.ops.triton.launch import Shape
-    from schoenbat.ops.triton.launch_causal import Axis, sum_shapes
+    from schoenbat.ops.triton.launch_causal import Axis, near_sizes
     from schoenbat.ops.triton.plan import make_plan
 
     feature_map = make_map("exact-low", dim, num_features, dtype=torch.float32).map(torch.float32)
@@ -269,9 +279,9 @@ def test_sums_take_no_more_memory_than_the_inputs(dtype, dim, num_features, tile
     query = torch.empty(4, 8, 1, 4096, dim, dtype=dtype, device="meta")
     shape = Shape.of(query, query)
     axis = Axis.of(4096, 4096, shape, plan)
-    near, *_ = sum_shapes(32, axis, shape, plan)
+    near, *_ = near_sizes(axis, shape, plan)
     assert axis.chunk == tiles
-    assert torch.Size(near).numel() <= 4 * query.numel()
+    assert 32 * torch.Size(near).numel() <= 4 * query.numel()
 
 
 def test_sums_are_not_kept_for_the_backward_pass():

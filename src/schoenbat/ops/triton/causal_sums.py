@@ -16,7 +16,7 @@ weight unless the floor acts,
     out_i = Σ_{j ≤ i} (φ(q_i)·φ(k_j) + e_i) v_j / f_i.
 
 Σφ(k)vᵀ is kept as a mean over positions, Σφ(q)(grad/f)ᵀ as one of terms that are multiplied by about how many keys their
-rows see (`normaliser`): such tiles stay in the range of float16 for any length. Totals are sums in float32.
+rows see (`normaliser`): such tiles do not leave the range of float16 upwards for any length. Totals are sums in float32.
 
 A sequence may go on from a state (HAS_STATE): then `scan` begins with its sums, and every row sees as many `earlier` keys more.
 
@@ -29,7 +29,7 @@ import triton.language as tl
 from schoenbat.ops.triton.features import directions, evaluate, pairs
 from schoenbat.ops.triton.rows import NARROW, load_tile, load_unit_tile, visible
 
-# What depends on the length of a sequence: no kernel is compiled again for another length.
+# What depends on the length of a sequence: no kernel is compiled again for another length, but for whether anything is far.
 LENGTHS = (
     "N", "N_QUERY", "N_KEY", "FIRST", "FIRST_QUERY", "FIRST_KEY", "FIRST_TILE", "TILES", "SPLITS", "SEGMENTS", "NUM_ROW_TILES", "EACH",
 )  # fmt: skip

@@ -33,6 +33,8 @@ from schoenbat.ops.triton.tiles import (
 # With so many heads each is one segment, about one program to a multiprocessor: more segments take less time
 # for sums, but what is near and what is far then has to be added up by each kernel that reads them.
 _MANY_HEADS = 120
+# Numbers of a sum that a program of `scan` goes through: more of them would not fit the registers.
+_SCANNED = 4096
 # Of outputs, to a program: more gain nothing, and leave multiprocessors without work where heads are many.
 _MOST_TILES = 8
 
@@ -95,17 +97,24 @@ def num_parts(tiles: Tiles, plan: Plan) -> int:
     return 1 if is_of_one_group(tiles, plan) else 1 + plan.num_groups
 
 
-def sum_shapes(heads: int, axis: Axis, shape: Shape, plan: Plan) -> list[tuple[int, ...]]:
-    """Near sums, totals, sums of x and of rows; the same for what is far."""
+def near_sizes(axis: Axis, shape: Shape, plan: Plan) -> list[tuple[int, ...]]:
+    """Of a head: sums and totals before each chunk, sums of x and of rows before each tile."""
     features, chunks = plan.num_features, cdiv(axis.num_tiles, axis.chunk)
-    near = (chunks, features, shape.block_v), (chunks, features)
-    near_rows = (axis.num_tiles, shape.block_d), (axis.num_tiles, shape.block_v)
-    return [(heads, *size) for size in (*near, *near_rows, *_segment_sizes(axis, shape, plan))]
+    of_features = (chunks, features, shape.block_v), (chunks, features)
+    return [*of_features, (axis.num_tiles, shape.block_d), (axis.num_tiles, shape.block_v)]
 
 
 def _segment_sizes(axis: Axis, shape: Shape, plan: Plan) -> list[tuple[int, ...]]:
+    """Of a head: the same of each segment."""
     sizes = (plan.num_features, shape.block_v), (plan.num_features,), (shape.block_d,), (shape.block_v,)
     return [(axis.segments, *size) for size in sizes]
+
+
+def _empty(x: Tensor, sizes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[Tensor]:
+    """Four sums of every head, the first of them in `dtype`."""
+    heads = x.shape[0] * x.shape[1]
+    dtypes = dtype, *[torch.float32] * 3
+    return [x.new_empty(heads, *size, dtype=own) for size, own in zip(sizes, dtypes, strict=True)]
 
 
 def attend(
@@ -296,7 +305,8 @@ def sums_along(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """The eight sums over keys and values, or over queries and output gradients: see the kernels.
 
-    Then what `before` does not enter: the four sums over each segment.
+    Where nothing is far, the four near ones stand for those that no kernel reads. Then what `before` does not
+    enter: the four sums over each segment.
     """
     heads, after = x.shape[0] * x.shape[1], by_row is not None
     first, parts_each = axis.first_query if after else axis.first_key, num_parts(axis.tiles, plan)
@@ -307,14 +317,11 @@ def sums_along(
         by_row = None if by_row is None else [values.flip(-1) for values in by_row]
         (x_rows, x_strides), (row_rows, row_strides) = _from_the_end(x), _from_the_end(rows)
     first_key = axis.first_key - axis.seen_by_all
-    sums = [
-        x.new_empty(size, dtype=x.dtype if i % 4 == 0 else torch.float32)
-        for i, size in enumerate(sum_shapes(heads, axis, shape, plan))
-    ]
-    parts = [x.new_empty(heads, *size, dtype=torch.float32) for size in _segment_sizes(axis, shape, plan)]
+    segments = _segment_sizes(axis, shape, plan)
+    near, parts = _empty(x, near_sizes(axis, shape, plan), x.dtype), _empty(x, segments, torch.float32)
     causal_sums.accumulate[(parts_each * axis.segments * heads,)](
         *(x_rows, row_rows, flat(mask, x), x if query_scale is None else query_scale),
-        *(*(by_row or (x, x, x, x)), *sums[:4], *parts, _earlier(count, x), *x_strides, *row_strides),
+        *(*(by_row or (x, x, x, x)), *near, *parts, _earlier(count, x), *x_strides, *row_strides),
         *(x.shape[-2], first, first_key, *axis.cut, key_scale, unit.eps, *map_arguments(plan)),
         HEADS=x.shape[1],
         GROUPS=shape.groups if after else 1,
@@ -328,10 +335,12 @@ def sums_along(
         **shape.constants(plan, axis.tiles),
     )
     if not axis.has_far and count is None:
-        return sums, parts
-    rows_each = sum_rows(plan, heads)
+        return [*near, *near], parts
+    far = _empty(x, segments, x.dtype)
+    # Of wide values fewer: the sums of five segments are held in registers at a time.
+    rows_each = min(sum_rows(plan, heads), _SCANNED // shape.block_v)
     causal_sums.scan[(heads, max(1, cdiv(plan.num_features, rows_each)))](
-        *(*parts, *sums[4:], *(before or parts), _earlier(count, x)),
+        *(*parts, *far, *(before or parts), _earlier(count, x)),
         *(first_key, *axis.cut, plan.num_features),
         HEADS=x.shape[1],
         HAS_STATE=count is not None,
@@ -341,7 +350,7 @@ def sums_along(
         BLOCK_V=shape.block_v,
         BLOCK=axis.tiles.block,
     )
-    return sums, parts
+    return [*near, *far], parts
 
 
 def _from_the_end(x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
