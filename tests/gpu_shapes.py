@@ -134,7 +134,7 @@ def main() -> None:
     parser.add_argument("--case", type=Case.parse, help="one case in this process, as a report names it")
     arguments = parser.parse_args()
     if arguments.case is not None:
-        # So few programs have several tiles, as in long sequences; of more, causal ones have several segments.
+        # So few have several tiles, as in long sequences; of more, causal sequences have several segments.
         for launch._PROGRAMS in (2,) if arguments.case.form == "bidirectional" else (2, 16):
             if problem := too_large(run(arguments.case)):
                 sys.exit(problem)

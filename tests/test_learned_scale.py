@@ -23,6 +23,17 @@ def test_a_scale_stays_below_the_radius():
     assert 0.99 < far.item() < 1
 
 
+def test_a_scale_close_to_the_radius_can_leave_it():
+    rho = torch.tensor([0.6], requires_grad=True)
+    assert scale_of(rho, kernel("inv")).item() == pytest.approx(1 - 1e-6, abs=1e-7)
+    optimizer = torch.optim.Adam([rho], lr=0.01)
+    for _ in range(100):
+        optimizer.zero_grad()
+        (scale_of(rho, kernel("inv")) - 0.5).square().sum().backward()
+        optimizer.step()
+    assert scale_of(rho, kernel("inv")).item() < 0.9
+
+
 def test_a_weight_and_its_parameter_are_each_others_inverse():
     weight = torch.tensor([1e-3, 1.0, 20.0], dtype=torch.float64)
     assert_close(weight_of(rho_of_weight(weight)), weight)

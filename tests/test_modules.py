@@ -964,3 +964,14 @@ def test_calibrate_takes_one_mask_for_the_whole_batch():
     one.calibrate(q, q, q, key_mask=mask)
     each.calibrate(q, q, q, key_mask=mask.expand(2, -1))
     torch.testing.assert_close(one.key_center, each.key_center)
+
+
+@pytest.mark.parametrize(
+    "options", [{"normalization": "batch"}, {"center_keys": "learned"}, {"separate_maps": True}]
+)
+@pytest.mark.parametrize("width", [1, 2 * WIDTH])
+def test_rows_of_another_width_are_refused(options, width):
+    module, value = SchoenbAt(WIDTH, HEADS, **options), torch.randn(2, HEADS, 5, WIDTH)
+    rows = torch.randn(2, HEADS, 5, width)
+    with pytest.raises(ValueError, match=f"made for head_dim = {WIDTH}, query and key have {width}"):
+        module(rows, rows, value)

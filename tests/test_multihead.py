@@ -743,3 +743,26 @@ def test_parameters_may_be_drawn_again(options):
     module._reset_parameters()
     assert any(not torch.equal(x, y) for x, y in zip(before, module.parameters(), strict=True))
     assert not module._qkv_same_embed_dim
+
+
+def test_a_window_and_a_key_without_a_place_are_refused_together():
+    for option in ("add_bias_kv", "add_zero_attn"):
+        with pytest.raises(ValueError, match="a key that has no place in the sequence"):
+            MultiheadSchoenbAt(16, 4, window=3, **{option: True})
+
+
+def test_gradients_of_each_example_where_a_layer_makes_padding_a_float_mask():
+    layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
+    layer.self_attn = MultiheadSchoenbAt(16, 4, batch_first=True)
+    parameters = {name: x.detach() for name, x in layer.named_parameters()}
+    rows, mask = torch.randn(3, 5, 16), torch.zeros(3, 5, dtype=torch.bool)
+    mask[:, -1] = True
+
+    def loss(parameters, x, ignored):
+        options = {"src_key_padding_mask": ignored[None]}
+        return torch.func.functional_call(layer, parameters, (x[None],), options)[0, :-1].square().sum()
+
+    grads = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(parameters, rows, mask)
+    one = torch.func.grad(loss)(parameters, rows[1], mask[1])
+    for name, grad in one.items():
+        torch.testing.assert_close(grads[name][1], grad, rtol=1e-4, atol=1e-5)

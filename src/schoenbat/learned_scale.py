@@ -29,8 +29,9 @@ def scale_of(rho: Tensor, kernel: DotProductKernel) -> Tensor:
     exponent = SPEED * _precise(rho)
     if kernel.radius == math.inf:
         return _FIRST * exponent.exp()
-    # In float32 a sigmoid reaches 1.
-    return kernel.radius * torch.sigmoid(exponent + _FIRST_LOGIT).clamp(max=1 - 1e-6)
+    share = torch.sigmoid(exponent + _FIRST_LOGIT)
+    # In float32 a sigmoid reaches 1. The gradient stays that of the sigmoid, else no scale could come back.
+    return kernel.radius * (share + (share.clamp(max=1 - 1e-6) - share).detach())
 
 
 def rho_of(scale: Tensor, kernel: DotProductKernel) -> Tensor:

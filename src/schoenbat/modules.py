@@ -500,6 +500,11 @@ class SchoenbAt(WithProcessGroup):
             raise ValueError(
                 f"expected query (B, {self.num_heads}, n, {self.features.head_dim}), got {tuple(query.shape)}"
             )
+        width, *widths = self.features.head_dim, query.shape[-1], key.shape[-1]
+        if widths != [width, width]:
+            raise ValueError(
+                f"the map was made for head_dim = {width}, query and key have {widths[0]} and {widths[1]}"
+            )
         kept = self.key_center is not None or self.key_map is not None or self.features.num_heads is not None
         if kept and key.shape[-3] != self.num_key_heads:
             raise ValueError(

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from schoenbat.inputs import check_tensors
 from schoenbat.modules import SchoenbAt
+from schoenbat.ops.keeping import is_concrete
 from schoenbat.options import check_count, check_dtype, check_flag, check_number
 from schoenbat.packed import refuse_mask_beside_jagged
 
@@ -94,6 +95,11 @@ class MultiheadSchoenbAt(nn.MultiheadAttention):
             raise ValueError(
                 "add_bias_kv and add_zero_attn add a key to every sequence, and each rank of a process_group "
                 "would add it again; leave them out"
+            )
+        if options.get("window") is not None and (add_bias_kv or add_zero_attn):
+            raise ValueError(
+                "add_bias_kv and add_zero_attn add a key that has no place in the sequence, and a window "
+                "tells near keys from far ones by their places; leave them out"
             )
         self.attention = SchoenbAt(embed_dim // num_heads, num_heads, **{**place, **options})
         self.register_load_state_dict_pre_hook(_keep_own_attention)
@@ -292,7 +298,7 @@ def _is_causal(attn_mask: Tensor | None, hint: bool) -> bool:
 
 def _may_look(mask: Tensor) -> bool:
     """Whether its values can be looked at without waiting for a device."""
-    return mask.device.type == "cpu" and not torch.compiler.is_compiling()
+    return mask.device.type == "cpu" and is_concrete(mask)
 
 
 def _is_causal_mask(attn_mask: Tensor) -> bool:
