@@ -15,6 +15,7 @@ import triton
 from ops.triton.sass import overwritten, running
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from schoenbat import MaclaurinFeatures
 from schoenbat.ops.triton import (
@@ -22,17 +23,20 @@ from schoenbat.ops.triton import (
     bidirectional_map,
     bidirectional_sums,
     causal,
+    causal_hopper,
+    causal_hopper_backward,
     causal_keys,
     causal_map,
     causal_sums,
     decode,
     decode_window,
+    launch_hopper,
     window,
     window_backward,
 )
 from schoenbat.ops.triton import plan as plan_module
 from schoenbat.ops.triton import tiles as tiles_module
-from schoenbat.ops.triton.launch import Shape, parts_of_sums
+from schoenbat.ops.triton.launch import Shape, Unit, parts_of_sums
 from schoenbat.ops.triton.launch_causal import Axis, num_parts
 from schoenbat.ops.triton.launch_decode import NEAR_KEYS
 from schoenbat.ops.triton.plan import make_plan, narrowed, padded
@@ -119,7 +123,8 @@ def usage(kernel, constants, dtype, tiles, arch):
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     types, multiples = signature(kernel, constants, SHORT[dtype])
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    source = ASTSource(fn=kernel, signature=types, constexprs=places, attrs=multiples)
+    source_of = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = source_of(fn=kernel, signature=types, constexprs=places, attrs=multiples)
     options = {name: value for name, value in tiles.compilation.items() if name != "BLOCK"}
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -224,6 +229,19 @@ def causal_cases(shape, plan):
         yield causal_keys.key_backward, shape, plan, causal_tiles_of_keys(tiles, plan), near
 
 
+def hopper_cases():
+    """What is simplest, and what takes most."""
+    shape = shape_of(64, torch.bfloat16)
+    plan = plan_of(shape, True, 128)
+    for own in ({"p_mask": None, "p_count": None, "UNIT": 0}, {"UNIT": 2, "DIM": 48, "GROUPS": 2, "MAPS": 4}):
+        constants = launch_hopper.constants(shape, plan, 8, Unit(0, 0.0)) | own
+        del constants["num_warps"]
+        for kernel in (causal_hopper.sum_keys, causal_hopper.read):
+            yield kernel, shape, plan, Tiles(64, 4, 1), constants
+        for name in ("query_backward", "sum_queries", "key_backward"):
+            yield getattr(causal_hopper_backward, name), shape, plan, Tiles(64, 4, 1), constants
+
+
 def window_cases(shape, plan):
     """Of wide heads only what takes most."""
     tiles = window_tiles_for(shape.dtype, shape.block_d, shape.block_v, plan.quadratic)
@@ -293,7 +311,7 @@ def usages(cases, arch):
 
 
 def main():
-    found = list(usages((*trained_cases(), *attention_cases(), *decoding_cases()), 90))
+    found = list(usages((*trained_cases(), *attention_cases(), *decoding_cases(), *hopper_cases()), 90))
     for module in (plan_module, tiles_module):
         module.is_roomy = lambda device: False
     print(json.dumps([*found, *usages(cases_of_less_memory(), 89)]))

@@ -26,6 +26,8 @@ SPILLED_BY_SUMS_OF_A_WIDE_GROUP = 400
 SPILLED_BY_TRAINED_MAPS = 750
 # A decoding step of two warps was still the fastest.
 SPILLED_BY_DECODING = 160
+# Sums stay in registers from tile to tile: what is left for places in memory is spilled.
+SPILLED_BESIDE_SUMS = 480
 # Three programs at a time on a multiprocessor instead of two were worth it.
 SPILLED_WITH_FEWER_REGISTERS = 450
 
@@ -52,6 +54,8 @@ def allowed(usage):
         return SPILLED_BY_TRAINED_MAPS * (usage["width"] // 64)
     if usage["width"] > 64:
         return SPILLED_BY_WIDE_HEADS
+    if usage["kernel"].startswith("causal_hopper_backward"):
+        return SPILLED_BESIDE_SUMS
     if usage["kernel"] == "decode.step":
         return SPILLED_BY_DECODING
     if usage["dtype"] == "torch.bfloat16" and not usage["quadratic"]:
@@ -66,7 +70,7 @@ def allowed(usage):
 
 
 def test_nothing_spills_more_than_is_known(usages):
-    assert len(usages) == 111
+    assert len(usages) == 121
     for usage in usages:
         assert usage["stack"] <= allowed(usage), usage
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from schoenbat.ops.triton import causal, causal_keys, causal_sums
+from schoenbat.ops.triton import causal, causal_keys, causal_sums, launch_hopper
 from schoenbat.ops.triton.launch import (
     Shape,
     Unit,
@@ -138,6 +138,9 @@ def attend(
     """
     shape = Shape.of(query, value)
     q, k, v = as_rows(query), as_rows(key), as_rows(value)
+    if count is None and q.numel() and k.numel() and launch_hopper.takes(shape, plan, (q, k, v)):
+        small = plan, coefficients, query_scale, key_scale, unit
+        return launch_hopper.attend(query, key, value, mask, seen, *small)
     axis = Axis.of(q.shape[-2], k.shape[-2], shape, plan)
     sums = _sums_of_keys(k, v, mask, state, count, shape, plan, axis, key_scale, unit)
     out = query.new_empty(*query.shape[:-1], shape.value_dim)
@@ -204,6 +207,13 @@ def attend_backward(
     if not q.numel():
         to_state = [] if count is None else [x.zero_() for x in empty_state(query, value, plan)]
         return [*(torch.zeros_like(x) for x in (query, key, value, query_scale)), *to_state], [], []
+    if count is None and not trained and k.numel() and launch_hopper.takes(shape, plan, (q, k, v)):
+        inputs = grad, query, key, value, mask, seen, saved
+        to_query, *to_rows, to_scale = launch_hopper.attend_backward(
+            *inputs, plan, coefficients, query_scale, key_scale, unit
+        )
+        to_keys = (over_groups(x, like) for x, like in zip(to_rows, (key, value), strict=True))
+        return [to_query.view(query.shape), *to_keys, to_scale.sum((0, 2)).view(query_scale.shape)], [], []
     shared = {
         "HEADS": q.shape[1],
         "GROUPS": shape.groups,

@@ -1,0 +1,193 @@
+"""What kernels for Hopper's warp groups are made of, in Gluon: Triton with layouts and waiting in one's own hands.
+
+One warp group of four warps works on tiles of BLOCK rows. Products are asynchronous: several are started, then
+waited for together. A product with an operand in registers is waited for before anything else is computed:
+assemblers before CUDA 13.3 may write to its registers too early (docs/kernels.md).
+
+Names: i_ indices, o_ offsets, p_ pointers, b_ blocks in registers, s_ blocks in shared memory, m_ masks.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma
+
+# Its name until Triton 3.7, and since.
+_copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+BLOCK = gl.constexpr(64)
+# The narrowest product, by which vectors are multiplied and rows are added up.
+NARROW = gl.constexpr(16)
+LOWEST_EXPONENT = gl.constexpr(-80.0)
+
+
+@gluon.constexpr_function
+def accumulator(columns):
+    """The layout of a product's result."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
+
+
+@gluon.constexpr_function
+def operand(columns):
+    """The layout of an operand in registers of a product whose result has so many columns."""
+    return gl.DotOperandLayout(operand_index=0, parent=accumulator(columns), k_width=2)
+
+
+@gluon.constexpr_function
+def by_row(columns):
+    """The layout of a vector with an entry for each row of a result."""
+    return gl.SliceLayout(1, accumulator(columns))
+
+
+@gluon.constexpr_function
+def by_column(columns):
+    return gl.SliceLayout(0, accumulator(columns))
+
+
+@gluon.constexpr_function
+def in_memory(columns):
+    """The layout in which tiles of so many 16-bit columns are copied: 16 bytes a thread."""
+    return gl.BlockedLayout([1, 8], [256 // columns, columns // 8], [4, 1], [1, 0])
+
+
+@gluon.jit
+def start(a, b, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Start a b, [ROWS, COLUMNS]."""
+    b_zeros = gl.zeros([ROWS, COLUMNS], gl.float32, accumulator(COLUMNS))
+    return warpgroup_mma(a, b, b_zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def add(a, b, b_sum):
+    """Start b_sum + a b."""
+    return warpgroup_mma(a, b, b_sum, is_async=True)
+
+
+@gluon.jit
+def shared_tile(dtype: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """One tile, to be taken by an index that is zero; made `anew` in a loop, it spares registers there."""
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], dtype)
+    return gl.allocate_shared_memory(dtype, [1, ROWS, COLUMNS], layout)
+
+
+@gluon.jit
+def shared_pair(dtype: gl.constexpr, COLUMNS: gl.constexpr):
+    """Two tiles of rows: one is worked on while the other is loaded."""
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, COLUMNS], dtype)
+    return gl.allocate_shared_memory(dtype, [2, BLOCK, COLUMNS], layout)
+
+
+@gluon.jit
+def shared_vector(SIZE: gl.constexpr):
+    return gl.allocate_shared_memory(gl.float32, [SIZE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def shared_vectors():
+    """Two vectors of a number for each row, as `shared_pair`."""
+    return gl.allocate_shared_memory(gl.float32, [2, BLOCK], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def anew(number):
+    """The same number, which a compiler takes for another: what is formed from it in a loop is formed there.
+
+    Places in memory that are worked out once, before a loop, would take registers that accumulators need.
+    """
+    same: gl.constexpr = "mov.b32 $0, $1;"
+    return gl.inline_asm_elementwise(same, "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def visible(start_row, N, layout: gl.constexpr, p_mask=None):
+    """Which rows of a tile exist and take part; a tile may begin before the first row."""
+    o_n = start_row + gl.arange(0, BLOCK, layout)
+    m_n = (o_n >= 0) & (o_n < N)
+    if p_mask is not None:
+        m_n = m_n & (gl.load(p_mask + o_n, mask=m_n, other=0) != 0)
+    return m_n
+
+
+@gluon.jit
+def copy_rows(s_tile, p, start_row, stride, N, C: gl.constexpr, COLUMNS: gl.constexpr, p_mask=None):
+    """Begin to copy a tile of rows; zeros where there are none, or where a mask says so."""
+    layout: gl.constexpr = in_memory(COLUMNS)
+    m_n = visible(start_row, N, gl.SliceLayout(1, layout), p_mask)
+    stride = anew(stride // 8) * 8
+    o_n = gl.arange(0, BLOCK, gl.SliceLayout(1, layout))
+    o_c = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
+    p = p + gl.to_tensor(start_row).to(gl.int64) * stride + (o_n[:, None] * stride + o_c[None, :])
+    _copy(s_tile, p, mask=m_n[:, None] & (o_c[None, :] < C))
+
+
+@gluon.jit
+def copy_tile(s_tile, p, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Begin to copy a whole tile that lies in one piece."""
+    layout: gl.constexpr = in_memory(COLUMNS)
+    o_r = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    o_c = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
+    _copy(s_tile, p + (o_r[:, None] * COLUMNS + o_c[None, :]))
+
+
+@gluon.jit
+def copy_numbers(s_vector, p, start_row, N):
+    """Begin to copy a number for each row of a tile; zeros where there is none."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    m_n = visible(start_row, N, layout)
+    _copy(s_vector, p + start_row + gl.arange(0, BLOCK, layout), mask=m_n)
+
+
+@gluon.jit
+def store_rows(p, start_row, b, s_tile, N, C: gl.constexpr, COLUMNS: gl.constexpr):
+    """The rows of a result that exist, into a contiguous matrix, by way of a tile in shared memory."""
+    layout: gl.constexpr = in_memory(COLUMNS)
+    m_n = visible(start_row, N, gl.SliceLayout(1, layout))
+    o_n = gl.arange(0, BLOCK, gl.SliceLayout(1, layout))
+    o_c = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
+    p = p + gl.to_tensor(start_row).to(gl.int64) * C + (o_n[:, None] * C + o_c[None, :])
+    if p.dtype.element_ty == s_tile.dtype:
+        s_tile.store(b.to(s_tile.dtype))
+        b_rows = s_tile.load(layout)
+    else:
+        b_rows = gl.convert_layout(b.to(p.dtype.element_ty), layout)
+    gl.store(p, b_rows, mask=m_n[:, None] & (o_c[None, :] < C))
+
+
+@gluon.jit
+def centred(b_rows, DIM: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr):
+    """Less the mean of each row; what is padded is zero and stays so."""
+    b_rows = b_rows - (gl.sum(b_rows, axis=1) / DIM)[:, None]
+    if DIM != COLUMNS:
+        b_rows = gl.where(gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))[None, :] < DIM, b_rows, 0.0)
+    return b_rows
+
+
+@gluon.jit
+def make_unit(s_tile, EPS, UNIT: gl.constexpr, DIM: gl.constexpr, COLUMNS: gl.constexpr, s_factor=None):
+    """Rows of norm 1 (UNIT = 1), centred and of norm 1 (2), in place; s_factor is what they are multiplied by."""
+    if UNIT > 0:
+        layout: gl.constexpr = in_memory(COLUMNS)
+        b_rows = s_tile.load(layout).to(gl.float32)
+        if UNIT > 1:
+            b_rows = centred(b_rows, DIM, COLUMNS, layout)
+        b_factor = gl.rsqrt(gl.maximum(gl.sum(b_rows * b_rows, axis=1), DIM * EPS))
+        s_tile.store((b_rows * b_factor[:, None]).to(s_tile.dtype))
+        if s_factor is not None:
+            s_factor.store(b_factor)
+
+
+@gluon.jit
+def unit_backward(b_dx, b_unit, s_factor, EPS, UNIT: gl.constexpr, DIM: gl.constexpr, COLUMNS: gl.constexpr):
+    """The gradient of the rows as they were loaded, from that of the unit rows."""
+    b_factor = s_factor.load(by_row(COLUMNS))
+    # Rows shorter than the least norm were multiplied by a constant.
+    b_along = gl.where(b_factor < gl.rsqrt(gl.to_tensor(DIM * EPS)), gl.sum(b_dx * b_unit, axis=1), 0.0)
+    b_dx = (b_dx - b_along[:, None] * b_unit) * b_factor[:, None]
+    if UNIT > 1:
+        b_dx = centred(b_dx, DIM, COLUMNS, accumulator(COLUMNS))
+    return b_dx
+
+
+@gluon.jit
+def split_in_two(b, dtype: gl.constexpr):
+    """A number as the sum of two of 16 bits."""
+    b_high = b.to(dtype)
+    return b_high, (b - b_high.to(gl.float32)).to(dtype)

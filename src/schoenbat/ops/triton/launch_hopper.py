@@ -1,0 +1,211 @@
+"""Launch the kernels of causal attention in one pass, where a call is of the kind they are for."""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from schoenbat.ops.triton.launch import Shape, Unit, as_rows, cdiv, flat, per_map
+from schoenbat.ops.triton.plan import Plan
+
+_BLOCK = 64
+# About twice as many as there are multiprocessors: of two on one of them, one works while the other waits.
+_PROGRAMS = 264
+# Copies of 16 bytes want rows that begin at multiples of it; Triton knows of multiples of 16 numbers alone.
+_ALIGNED = 16
+
+
+class Segments(NamedTuple):
+    """How queries and keys lie on the axis of positions, and how it is cut."""
+
+    queries: int
+    keys: int
+    tiles_each: int
+    number: int
+    num_tiles: int
+
+    @classmethod
+    def of(cls, queries: int, keys: int, heads: int) -> "Segments":
+        num_tiles = max(1, cdiv(max(queries, keys), _BLOCK))
+        each = cdiv(num_tiles, max(1, min(num_tiles, _PROGRAMS // heads)))
+        return cls(queries, keys, each, cdiv(num_tiles, each), num_tiles)
+
+    @property
+    def first_query(self) -> int:
+        return max(0, self.keys - self.queries)
+
+    @property
+    def first_key(self) -> int:
+        return max(0, self.queries - self.keys)
+
+    @property
+    def cut(self) -> tuple[int, int, int]:
+        return self.tiles_each, self.number, self.num_tiles
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        return self.queries, self.keys, self.first_query, self.first_key, *self.cut
+
+
+def takes(shape: Shape, plan: Plan, rows: Sequence[Tensor]) -> bool:
+    """Whether heads are 33 to 64 wide, in bfloat16, with identity features and one group of pairs."""
+    fits = shape.block_d == shape.block_v == plan.group == 64 and plan.is_single and plan.quadratic == 1
+    fits = fits and shape.dtype == torch.bfloat16 and all(_is_aligned(x) for x in rows)
+    return fits and _has_kernels(rows[0].device)
+
+
+def _is_aligned(x: Tensor) -> bool:
+    numbers = x.shape[-1], *x.stride()[:-1], x.data_ptr()
+    return not any(number % _ALIGNED for number in numbers)
+
+
+@cache
+def _has_kernels(device: torch.device) -> bool:
+    """Gluon is experimental: other kernels take over where a later Triton has another one."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return False
+    try:
+        from schoenbat.ops.triton import causal_hopper_backward  # noqa: F401
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def _bytes(mask: Tensor | None) -> Tensor | None:
+    return None if mask is None else flat(mask, mask)
+
+
+def _size_of_sums(shape: Shape, plan: Plan) -> int:
+    return (shape.block_d + plan.group) * (shape.block_v + 1) + shape.block_v
+
+
+def constants(shape: Shape, plan: Plan, heads: int, unit: Unit) -> dict[str, Any]:
+    """What kernels are compiled for."""
+    return {
+        "HEADS": heads,
+        "GROUPS": shape.groups,
+        "MAPS": plan.tiles.shape[0],
+        "UNIT": unit.code,
+        "DIM": shape.dim,
+        "DV": shape.value_dim,
+        "D": shape.block_d,
+        "V": shape.block_v,
+        "F": plan.group,
+        "num_warps": 4,
+    }
+
+
+def _sums_of_keys(
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    shape: Shape,
+    plan: Plan,
+    axis: Segments,
+    key_scale: float,
+    unit: Unit,
+) -> Tensor:
+    """The sums over each segment of keys; nothing where there is one."""
+    from schoenbat.ops.triton import causal_hopper
+
+    heads = k.shape[0] * k.shape[1]
+    if axis.number == 1:
+        return plan.root_weight
+    sums = k.new_empty(heads, axis.number, _size_of_sums(shape, plan), dtype=torch.float32)
+    shared = constants(shape, plan, k.shape[1], unit)
+    del shared["GROUPS"]
+    causal_hopper.sum_keys[((axis.number - 1) * heads,)](
+        *(k, v, _bytes(mask), sums, *k.stride()[:3], *v.stride()[:3]),
+        *(axis.keys, axis.first_key, *axis.cut, key_scale, unit.eps, plan.tiles, plan.root_weight),
+        **shared,
+    )
+    return sums
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    seen: Tensor | None,
+    plan: Plan,
+    coefficients: Tensor,
+    query_scale: Tensor,
+    key_scale: float,
+    unit: Unit,
+) -> list[Tensor]:
+    """As `launch_causal.attend`."""
+    from schoenbat.ops.triton import causal_hopper
+
+    shape = Shape.of(query, value)
+    q, k, v = as_rows(query), as_rows(key), as_rows(value)
+    heads = q.shape[0] * q.shape[1]
+    axis = Segments.of(q.shape[-2], k.shape[-2], heads)
+    out = query.new_empty(*query.shape[:-1], shape.value_dim)
+    by_row = [q.new_empty(q.shape[:-1], dtype=torch.float32) for _ in range(3)]
+    sums = _sums_of_keys(k, v, mask, shape, plan, axis, key_scale, unit)
+    causal_hopper.read[(axis.number * heads,)](
+        *(q, k, v, _bytes(mask), seen, query_scale, per_map(coefficients, plan), sums, out, *by_row),
+        *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *axis.whole, key_scale, unit.eps),
+        *(plan.tiles, plan.root_weight, plan.root_linear),
+        **constants(shape, plan, q.shape[1], unit),
+    )
+    return [out, *by_row]
+
+
+def attend_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    seen: Tensor | None,
+    saved: Sequence[Tensor],
+    plan: Plan,
+    coefficients: Tensor,
+    query_scale: Tensor,
+    key_scale: float,
+    unit: Unit,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of query, of key and value by query head, and of the scale by segment."""
+    from schoenbat.ops.triton import causal_hopper_backward
+
+    shape, out, (inverse, constant, slope) = Shape.of(query, value), as_rows(saved[0]), saved[1:]
+    q, k, v, g = as_rows(query), as_rows(key), as_rows(value), as_rows(grad.to(query.dtype))
+    if not _is_aligned(g):
+        g = g.contiguous()
+    heads = q.shape[0] * q.shape[1]
+    axis = Segments.of(q.shape[-2], k.shape[-2], heads)
+    shared = constants(shape, plan, q.shape[1], unit)
+    map_tensors = plan.tiles, plan.root_weight, plan.root_linear
+    strides = *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *g.stride()[:3]
+    sums = _sums_of_keys(k, v, mask, shape, plan, axis, key_scale, unit)
+    grad_query, to_total, to_mean = q.new_empty(q.shape), torch.empty_like(inverse), torch.empty_like(inverse)
+    to_scale = inverse.new_empty(*q.shape[:2], axis.number)
+    causal_hopper_backward.query_backward[(axis.number * heads,)](
+        *(q, k, v, _bytes(mask), seen, query_scale, per_map(coefficients, plan), sums),
+        *(g, out, inverse, constant, slope, grad_query, to_total, to_mean, to_scale),
+        *(*strides, *axis.whole, key_scale, unit.eps, *map_tensors),
+        **shared,
+    )
+    by_row = inverse, constant, to_total, to_mean
+    sums = plan.root_weight
+    if axis.number > 1:
+        size = _size_of_sums(shape, plan) + shape.block_d
+        sums = q.new_empty(heads, axis.number, size, dtype=torch.float32)
+        causal_hopper_backward.sum_queries[((axis.number - 1) * heads,)](
+            *(q, query_scale, g, *by_row, sums, *q.stride()[:3], *g.stride()[:3]),
+            *(axis.queries, axis.first_query, *axis.cut, unit.eps, plan.tiles, plan.root_weight),
+            **shared,
+        )
+    # Each query head gives a gradient to the key head it shares: added up afterwards, in float32.
+    dtype = q.dtype if shape.groups == 1 else torch.float32
+    grad_key, grad_value = (q.new_empty(*q.shape[:2], *x.shape[2:], dtype=dtype) for x in (k, v))
+    causal_hopper_backward.key_backward[(axis.number * heads,)](
+        *(q, k, v, _bytes(mask), query_scale, sums, g, *by_row, grad_key, grad_value),
+        *(*strides, *axis.whole, key_scale, unit.eps, *map_tensors),
+        **shared,
+    )
+    return grad_query, grad_key, grad_value, to_scale

@@ -1,0 +1,198 @@
+"""Gluon kernels as plain Python on a CPU, a program after the other: Triton's interpreter knows Triton alone.
+
+Layouts are not looked at: compiling checks them. Waiting is: a tile that is being copied is not a number
+until it was waited for, and a product reads its operands in shared memory when it is waited for, so that they
+are not overwritten too early. What threads do to one another is not: barriers are the compiler's, and a GPU's
+test.
+"""
+
+from types import ModuleType, SimpleNamespace
+
+import torch
+from triton.experimental.gluon._runtime import GluonJITFunction
+from triton.language import constexpr
+from triton.runtime.jit import ConstexprFunction
+
+
+class Block(torch.Tensor):
+    """A tensor in registers: assignments make a new one."""
+
+    def __iadd__(self, other):
+        return self + other
+
+    def __imul__(self, other):
+        return self * other
+
+
+def block(x, dtype=None):
+    return torch.as_tensor(x, dtype=dtype).as_subclass(Block)
+
+
+class Pointer:
+    """Into the memory of a tensor, which need not be contiguous."""
+
+    def __init__(self, memory, offset=0):
+        self.memory, self.offset = memory, offset
+        self.dtype = SimpleNamespace(element_ty=memory.dtype)
+
+    @classmethod
+    def to(cls, x):
+        size = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
+        return cls(torch.as_strided(x.detach(), (size,), (1,)))
+
+    def __add__(self, offset):
+        return Pointer(self.memory, self.offset + offset)
+
+    def places(self, mask):
+        """Those that are visited, as they lie in memory; an access outside of it is an IndexError."""
+        offset = torch.as_tensor(self.offset).as_subclass(torch.Tensor)
+        if mask is None:
+            return offset, torch.ones_like(offset, dtype=torch.bool)
+        return torch.broadcast_tensors(offset, torch.as_tensor(mask).as_subclass(torch.Tensor))
+
+
+def load(p, mask=None, other=0):
+    offset, seen = p.places(mask)
+    if bool((offset[seen] < 0).any()):
+        raise IndexError("a place before the memory is read")
+    found = torch.full(offset.shape, other, dtype=p.memory.dtype)
+    found[seen] = p.memory[offset[seen]]
+    return block(found)
+
+
+def store(p, value, mask=None):
+    offset, seen = p.places(mask)
+    if bool((offset[seen] < 0).any()):
+        raise IndexError("a place before the memory is written")
+    p.memory[offset[seen]] = torch.as_tensor(value).as_subclass(torch.Tensor).expand(offset.shape)[seen]
+
+
+class Shared:
+    def __init__(self, memory):
+        self.memory, self.dtype, self.shape = memory, memory.dtype, memory.shape
+
+    def index(self, i):
+        return Shared(self.memory[int(i)])
+
+    def permute(self, order):
+        return Shared(self.memory.permute(order))
+
+    def load(self, layout):
+        return block(self.memory.clone())
+
+    def store(self, value):
+        assert (value.dtype, value.shape) == (self.dtype, self.shape)
+        self.memory.copy_(value.as_subclass(torch.Tensor))
+
+
+def allocate_shared_memory(dtype, shape, layout):
+    return Shared(torch.full(tuple(shape), torch.nan, dtype=dtype))
+
+
+class Copies:
+    """`async_copy`."""
+
+    def __init__(self):
+        self.begun = []
+
+    def begin(self, tile, p, mask=None):
+        assert tile.shape == torch.as_tensor(p.offset).shape
+        tile.memory.fill_(torch.nan)
+        self.begun.append((tile, load(p, mask)))
+
+    def commit_group(self):
+        pass
+
+    def wait_group(self, pending):
+        assert pending == 0
+        for tile, rows in self.begun:
+            tile.store(rows)
+        self.begun.clear()
+
+
+class Product:
+    """One that may still be under way: a number only after waiting."""
+
+    def __init__(self, a, b, acc):
+        self.a, self.b, self.acc = a, b, acc
+
+    def wait(self):
+        acc = self.acc.wait() if isinstance(self.acc, Product) else self.acc
+        a = self.a.memory if isinstance(self.a, Shared) else self.a
+        return block(a.float() @ self.b.memory.float() + acc)
+
+
+def warpgroup_mma(a, b, acc, use_acc=True, is_async=False):
+    assert is_async
+    assert a.dtype == b.dtype
+    return Product(a, b, acc if use_acc else torch.zeros(a.shape[0], b.shape[1]))
+
+
+def warpgroup_mma_wait(pending, products):
+    assert pending == 0
+    done = [x.wait() if isinstance(x, Product) else x for x in products]
+    return done[0] if len(done) == 1 else done
+
+
+def language(program):
+    """What kernels call `gl`."""
+    no_layout = lambda *args, **options: None  # noqa: E731
+    return SimpleNamespace(
+        float32=torch.float32,
+        int32=torch.int32,
+        int64=torch.int64,
+        rsqrt=torch.rsqrt,
+        exp=torch.exp,
+        abs=torch.abs,
+        where=torch.where,
+        constexpr=constexpr,
+        program_id=lambda axis: block(program["id"]),
+        arange=lambda start, end, layout: block(torch.arange(start, end)),
+        zeros=lambda shape, dtype, layout: block(torch.zeros(tuple(shape), dtype=dtype)),
+        to_tensor=block,
+        convert_layout=lambda x, layout: x,
+        sum=lambda x, axis: x.sum(axis),
+        max=lambda x, axis: x.amax(axis),
+        min=lambda x, axis: x.amin(axis),
+        maximum=lambda a, b: torch.maximum(block(a), block(b)),
+        minimum=lambda a, b: torch.minimum(block(a), block(b)),
+        inline_asm_elementwise=lambda asm, constraints, args, **options: args[0],
+        load=load,
+        store=store,
+        allocate_shared_memory=allocate_shared_memory,
+        SliceLayout=no_layout,
+        BlockedLayout=no_layout,
+        SwizzledSharedLayout=no_layout,
+        NVMMASharedLayout=SimpleNamespace(get_default_for=no_layout),
+    )
+
+
+def emulate(monkeypatch, modules: list[ModuleType]):
+    """Kernels of these modules run on a CPU."""
+    program: dict[str, int] = {}
+    copies = Copies()
+    names = {
+        "gl": language(program),
+        "async_copy": copies,
+        "_copy": copies.begin,
+        "fence_async_shared": lambda: None,
+        "warpgroup_mma": warpgroup_mma,
+        "warpgroup_mma_wait": warpgroup_mma_wait,
+    }
+
+    def run(kernel, *args, grid, warmup, num_warps, **constants):
+        args = [Pointer.to(x) if isinstance(x, torch.Tensor) else x for x in args]
+        for program["id"] in range(grid[0]):
+            kernel.fn(*args, **constants)
+            assert not copies.begun
+
+    monkeypatch.setattr(GluonJITFunction, "__call__", lambda kernel, *args: kernel.fn(*args))
+    monkeypatch.setattr(GluonJITFunction, "run", run)
+    for module in modules:
+        for name, value in list(vars(module).items()):
+            if name in names:
+                monkeypatch.setattr(module, name, names[name])
+            elif isinstance(value, ConstexprFunction):
+                monkeypatch.setattr(module, name, lambda *args: None)
+            elif isinstance(value, constexpr):
+                monkeypatch.setattr(module, name, value.value)

@@ -1,0 +1,69 @@
+"""Causal attention in one pass: on Hopper if there is one, else the kernels as plain Python."""
+
+import pytest
+import torch
+from ops.triton.specification import DEVICE, assert_close_to_specification
+from oracle import make_map, rows
+
+from schoenbat.ops.unit_rows import UnitRows
+
+pytest.importorskip("triton.experimental.gluon")
+
+
+@pytest.fixture(params=["one segment", "several segments"], autouse=True)
+def passes(request, monkeypatch):
+    """The passes that were run by these kernels."""
+    from schoenbat.ops.triton import causal_hopper, causal_hopper_backward, hopper, launch_hopper
+
+    if DEVICE == "cpu":
+        from ops.triton.gluon_emulation import emulate
+
+        emulate(monkeypatch, [hopper, causal_hopper, causal_hopper_backward])
+        monkeypatch.setattr(launch_hopper, "_has_kernels", lambda device: True)
+    monkeypatch.setattr(launch_hopper, "_PROGRAMS", 1 if request.param == "one segment" else 10_000)
+    run = []
+    for name in ("attend", "attend_backward"):
+        function = getattr(launch_hopper, name)
+        monkeypatch.setattr(
+            launch_hopper, name, lambda *args, _f=function, _n=name: (run.append(_n), _f(*args))[1]
+        )
+    yield run
+    assert run == ["attend", "attend_backward"]
+
+
+def draw(queries, keys, heads=1, key_heads=None, dim=64, value_dim=None, batch=1):
+    key_heads = key_heads or heads
+    shapes = (heads, queries, dim), (key_heads, keys, dim), (key_heads, keys, value_dim or dim)
+    return [rows(batch, *shape, seed=i, dtype=torch.bfloat16) for i, shape in enumerate(shapes)]
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (64, 64), (150, 150), (70, 200), (200, 70)])
+def test_matches_the_specification(queries, keys):
+    """The last query is beside the last key."""
+    features = make_map("exact-low", 64, 128, dtype=torch.float32, device=DEVICE)
+    tensors = draw(queries, keys)
+    assert_close_to_specification(features, tensors, torch.tensor([1.3]), is_causal=True)
+
+
+def test_masks_groups_and_maps_per_head():
+    """A sequence that begins with masked keys, and one that has no others; padded widths."""
+    features = make_map("exact-low", 48, 100, dtype=torch.float32, device=DEVICE, num_heads=2)
+    tensors = draw(130, 130, heads=4, key_heads=2, dim=48, value_dim=64, batch=2)
+    mask = (torch.rand(2, 130, generator=torch.Generator().manual_seed(0)) > 0.4).to(DEVICE)
+    mask[0, :3], mask[1] = False, False
+    options = {"key_mask": mask, "enable_gqa": True, "is_causal": True}
+    assert_close_to_specification(features, tensors, torch.linspace(0.5, 3.0, 4), **options)
+
+
+@pytest.mark.parametrize("centred", [False, True])
+def test_rows_are_normalised_on_the_way(centred):
+    features = make_map("exact-low", 64, 128, dtype=torch.float32, device=DEVICE)
+    mask = (torch.rand(1, 150, generator=torch.Generator().manual_seed(0)) > 0.3).to(DEVICE)
+    options = {"key_mask": mask, "is_causal": True, "unit_rows": UnitRows(centred, 1e-3)}
+    assert_close_to_specification(features, draw(150, 150), torch.tensor([2.0]), **options)
+
+
+def test_linear_features_may_differ_in_weight():
+    features = make_map("exact-low", 64, 128, dtype=torch.float32, device=DEVICE)
+    features.feature_weights[1:65] *= torch.linspace(0, 2, 64, device=DEVICE)
+    assert_close_to_specification(features, draw(150, 150), torch.tensor([1.3]), is_causal=True)
