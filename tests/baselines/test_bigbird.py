@@ -87,6 +87,26 @@ def test_in_place_is_gathered(is_causal, num_random, lengths):
     torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.cpu._is_avx2_supported(), reason="FlexAttention has no kernel for this CPU")
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_in_place_compiles_without_gradients(is_causal):
+    """Inductor must find nothing that the mask reads left to fuse into it, such as a sum of lengths."""
+    attention = BigBird(16, 2, block_size=8, num_random=2)
+    query, key, value = (torch.randn(3, 2, 72, 16) for _ in range(3))
+    mask = torch.arange(72) < torch.tensor([[24], [72], [0]])
+
+    def attend(query, key, value, mask):
+        length = mask.sum(-1).view(-1, 1, 1, 1)
+        return attention._attend_in_place(query, key, value, length, is_causal, flex_attention)
+
+    with torch.no_grad():
+        got = torch.compile(attend, fullgraph=True)(query, key, value, mask)
+    expected = attention._attend_gathered(query, key, value, mask.sum(-1).view(-1, 1, 1, 1), is_causal)
+    real = mask[:, None, :, None]
+    torch.testing.assert_close(torch.where(real, got, 0.0), torch.where(real, expected, 0.0))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("n", [1, 63, 500, 2048])
@@ -121,6 +141,9 @@ def test_flex_attention_compiles_to_one_graph_on_a_gpu():
     got, got_grads = gradients(lambda: compiled(*tensors, key_mask=mask), tensors)
     for a, b in zip([got, *got_grads], [right, *right_grads], strict=True):
         assert (a - b).norm() <= 1e-4 * b.norm()
+    with torch.no_grad():  # as a validation does, after steps of training
+        got = compiled(*tensors, key_mask=mask)
+    assert (got - right).norm() <= 1e-4 * right.norm()
 
 
 def test_with_a_sparse_mask_it_is_not():

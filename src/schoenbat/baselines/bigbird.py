@@ -132,16 +132,19 @@ class BigBird(Baseline):
         seen, exists = self._seen_blocks(num_blocks, last)
         column = torch.arange(num_blocks, device=length.device)
         row = column[:, None]
-        visible = torch.zeros(*seen.shape[:3], num_blocks, dtype=torch.int8, device=length.device)
-        visible = visible.scatter_reduce(-1, seen, exists.to(torch.int8), "amax") > 0
-        visible = (visible | (row == 0) | (row == last)) & (column <= last)
+        # Of block j, block i sees the keys that stand before until[i, j]: the end of the sequence, or 0. The
+        # mask reads it inside of FlexAttention's kernel. So a kernel of its own must have written it, such
+        # as a scatter: anything else Inductor would fuse into the mask, if no gradient asks for it, and fail.
+        sees_all = ((row == 0) | (row == last)) & (column <= last)
+        until = (sees_all * length).expand(*seen.shape[:3], num_blocks)
+        until = until.scatter_reduce(-1, seen, exists * length, "amax")
+        visible = until > 0
         whole = visible & ((column + 1) * size <= length)
         if is_causal:
             visible, whole = visible & (column <= row), whole & (column < row)
-        limits = length.flatten()
 
         def takes_part(b: Tensor, h: Tensor, query_index: Tensor, key_index: Tensor) -> Tensor:
-            within = visible[b, h, query_index // size, key_index // size] & (key_index < limits[b])
+            within = key_index < until[b, h, query_index // size, key_index // size]
             return within & (key_index <= query_index) if is_causal else within
 
         return BlockMask.from_kv_blocks(
