@@ -130,7 +130,7 @@ def attend_causal(
 
 
 def as_unit(unit_rows: UnitRows | None) -> tuple[int, float]:
-    """As operators take it: see `launch.Unit`."""
+    """As operators take it: see `call.Unit`."""
     return (0, 0.0) if unit_rows is None else (unit_rows.code, unit_rows.eps)
 
 

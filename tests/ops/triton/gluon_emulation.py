@@ -86,7 +86,7 @@ class Shared:
 
 
 def allocate_shared_memory(dtype, shape, layout):
-    return Shared(torch.full(tuple(shape), torch.nan, dtype=dtype))
+    return Shared(torch.full(tuple(shape), torch.nan if dtype.is_floating_point else -1, dtype=dtype))
 
 
 class Copies:
@@ -134,6 +134,12 @@ def warpgroup_mma_wait(pending, products):
     return done[0] if len(done) == 1 else done
 
 
+def assembly(text, constraints, args, **options):
+    """The two instructions that kernels ask for."""
+    (x,) = args
+    return {"mov.b32": lambda: x, "rcp.approx.ftz.f32": lambda: 1.0 / x}[text.split()[0]]()
+
+
 def language(program):
     """What kernels call `gl`."""
     no_layout = lambda *args, **options: None  # noqa: E731
@@ -148,6 +154,9 @@ def language(program):
         constexpr=constexpr,
         program_id=lambda axis: block(program["id"]),
         arange=lambda start, end, layout: block(torch.arange(start, end)),
+        num_warps=lambda: program["warps"],
+        static_range=range,
+        full=lambda shape, value, dtype, layout: block(torch.full(tuple(shape), value, dtype=dtype)),
         zeros=lambda shape, dtype, layout: block(torch.zeros(tuple(shape), dtype=dtype)),
         to_tensor=block,
         convert_layout=lambda x, layout: x,
@@ -156,7 +165,7 @@ def language(program):
         min=lambda x, axis: x.amin(axis),
         maximum=lambda a, b: torch.maximum(block(a), block(b)),
         minimum=lambda a, b: torch.minimum(block(a), block(b)),
-        inline_asm_elementwise=lambda asm, constraints, args, **options: args[0],
+        inline_asm_elementwise=assembly,
         load=load,
         store=store,
         allocate_shared_memory=allocate_shared_memory,
@@ -182,6 +191,7 @@ def emulate(monkeypatch, modules: list[ModuleType]):
 
     def run(kernel, *args, grid, warmup, num_warps, **constants):
         args = [Pointer.to(x) if isinstance(x, torch.Tensor) else x for x in args]
+        program["warps"] = num_warps
         for program["id"] in range(grid[0]):
             kernel.fn(*args, **constants)
             assert not copies.begun

@@ -36,7 +36,8 @@ from schoenbat.ops.triton import (
 )
 from schoenbat.ops.triton import plan as plan_module
 from schoenbat.ops.triton import tiles as tiles_module
-from schoenbat.ops.triton.launch import Shape, Unit, parts_of_sums
+from schoenbat.ops.triton.call import Shape, Unit
+from schoenbat.ops.triton.launch import parts_of_sums
 from schoenbat.ops.triton.launch_causal import Axis, num_parts
 from schoenbat.ops.triton.launch_decode import NEAR_KEYS
 from schoenbat.ops.triton.plan import make_plan, narrowed, padded

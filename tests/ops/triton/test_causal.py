@@ -270,7 +270,7 @@ def test_two_runs_are_bit_equal_and_inputs_need_not_be_contiguous():
 )
 def test_sums_take_no_more_memory_than_the_inputs(dtype, dim, num_features, tiles):
     """The more features, the more tiles share a chunk; the last case is that of the tests above."""
-    from schoenbat.ops.triton.launch import Shape
+    from schoenbat.ops.triton.call import Shape
     from schoenbat.ops.triton.launch_causal import Axis, near_sizes
     from schoenbat.ops.triton.plan import make_plan
 

@@ -13,13 +13,19 @@ pytest.importorskip("triton.experimental.gluon")
 @pytest.fixture(params=["one segment", "several segments"], autouse=True)
 def passes(request, monkeypatch):
     """The passes that were run by these kernels."""
-    from schoenbat.ops.triton import causal_hopper, causal_hopper_backward, hopper, launch_hopper
+    from schoenbat.ops.triton import (
+        causal_hopper,
+        causal_hopper_backward,
+        hopper,
+        hopper_calls,
+        launch_hopper,
+    )
 
     if DEVICE == "cpu":
         from ops.triton.gluon_emulation import emulate
 
         emulate(monkeypatch, [hopper, causal_hopper, causal_hopper_backward])
-        monkeypatch.setattr(launch_hopper, "_has_kernels", lambda device: True)
+        monkeypatch.setattr(hopper_calls, "has_kernels", lambda device: True)
     monkeypatch.setattr(launch_hopper, "_PROGRAMS", 1 if request.param == "one segment" else 10_000)
     run = []
     for name in ("attend", "attend_backward"):

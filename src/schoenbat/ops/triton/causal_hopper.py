@@ -88,7 +88,7 @@ def store_sums(p, b_s1, b_s2, b_z1, b_z2, b_zv, D: gl.constexpr, F: gl.constexpr
 @gluon.jit
 def in_two_columns(b_vector, dtype: gl.constexpr, FIRST: gl.constexpr):
     """A vector as a narrow operand: two columns that add up to it, from FIRST on, and zeros."""
-    o = gl.arange(0, NARROW, by_column(NARROW))[None, :]
+    o = gl.arange(0, NARROW, by_column(NARROW, gl.num_warps()))[None, :]
     b_high, b_low = split_in_two(b_vector, dtype)
     b_high, b_low = b_high.to(gl.float32)[:, None], b_low.to(gl.float32)[:, None]
     return gl.where(o == FIRST, b_high, gl.where(o == FIRST + 1, b_low, 0.0)).to(dtype)

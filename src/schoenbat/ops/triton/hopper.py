@@ -1,7 +1,7 @@
 """What kernels for Hopper's warp groups are made of, in Gluon: Triton with layouts and waiting in one's own hands.
 
-One warp group of four warps works on tiles of BLOCK rows. Products are asynchronous: several are started, then
-waited for together. A product with an operand in registers is waited for before anything else is computed:
+A warp works on 16 rows of a tile, four warps are a group: tiles have BLOCK rows, or of eight warps twice as many.
+Products are asynchronous: several are started, then waited for together. A product with an operand in registers is waited for before anything else is computed:
 assemblers before CUDA 13.3 may write to its registers too early (docs/kernels.md).
 
 Names: i_ indices, o_ offsets, p_ pointers, b_ blocks in registers, s_ blocks in shared memory, m_ masks.
@@ -20,38 +20,38 @@ LOWEST_EXPONENT = gl.constexpr(-80.0)
 
 
 @gluon.constexpr_function
-def accumulator(columns):
-    """The layout of a product's result."""
-    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
+def accumulator(columns, warps=4):
+    """The layout of a product's result, of 16 rows to a warp."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[warps, 1], instr_shape=[16, columns, 16])
 
 
 @gluon.constexpr_function
-def operand(columns):
+def operand(columns, warps=4):
     """The layout of an operand in registers of a product whose result has so many columns."""
-    return gl.DotOperandLayout(operand_index=0, parent=accumulator(columns), k_width=2)
+    return gl.DotOperandLayout(operand_index=0, parent=accumulator(columns, warps), k_width=2)
 
 
 @gluon.constexpr_function
-def by_row(columns):
+def by_row(columns, warps=4):
     """The layout of a vector with an entry for each row of a result."""
-    return gl.SliceLayout(1, accumulator(columns))
+    return gl.SliceLayout(1, accumulator(columns, warps))
 
 
 @gluon.constexpr_function
-def by_column(columns):
-    return gl.SliceLayout(0, accumulator(columns))
+def by_column(columns, warps=4):
+    return gl.SliceLayout(0, accumulator(columns, warps))
 
 
 @gluon.constexpr_function
-def in_memory(columns):
+def in_memory(columns, warps=4):
     """The layout in which tiles of so many 16-bit columns are copied: 16 bytes a thread."""
-    return gl.BlockedLayout([1, 8], [256 // columns, columns // 8], [4, 1], [1, 0])
+    return gl.BlockedLayout([1, 8], [256 // columns, columns // 8], [warps, 1], [1, 0])
 
 
 @gluon.jit
 def start(a, b, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
     """Start a b, [ROWS, COLUMNS]."""
-    b_zeros = gl.zeros([ROWS, COLUMNS], gl.float32, accumulator(COLUMNS))
+    b_zeros = gl.zeros([ROWS, COLUMNS], gl.float32, accumulator(COLUMNS, gl.num_warps()))
     return warpgroup_mma(a, b, b_zeros, use_acc=False, is_async=True)
 
 
@@ -64,15 +64,19 @@ def add(a, b, b_sum):
 @gluon.jit
 def shared_tile(dtype: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
     """One tile, to be taken by an index that is zero; made `anew` in a loop, it spares registers there."""
+    return shared_tiles(dtype, 1, ROWS, COLUMNS)
+
+
+@gluon.jit
+def shared_tiles(dtype: gl.constexpr, NUMBER: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], dtype)
-    return gl.allocate_shared_memory(dtype, [1, ROWS, COLUMNS], layout)
+    return gl.allocate_shared_memory(dtype, [NUMBER, ROWS, COLUMNS], layout)
 
 
 @gluon.jit
 def shared_pair(dtype: gl.constexpr, COLUMNS: gl.constexpr):
     """Two tiles of rows: one is worked on while the other is loaded."""
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, COLUMNS], dtype)
-    return gl.allocate_shared_memory(dtype, [2, BLOCK, COLUMNS], layout)
+    return shared_tiles(dtype, 2, 16 * gl.num_warps(), COLUMNS)
 
 
 @gluon.jit
@@ -83,7 +87,8 @@ def shared_vector(SIZE: gl.constexpr):
 @gluon.jit
 def shared_vectors():
     """Two vectors of a number for each row, as `shared_pair`."""
-    return gl.allocate_shared_memory(gl.float32, [2, BLOCK], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    return gl.allocate_shared_memory(gl.float32, [2, 16 * gl.num_warps()], layout)
 
 
 @gluon.jit
@@ -99,7 +104,7 @@ def anew(number):
 @gluon.jit
 def visible(start_row, N, layout: gl.constexpr, p_mask=None):
     """Which rows of a tile exist and take part; a tile may begin before the first row."""
-    o_n = start_row + gl.arange(0, BLOCK, layout)
+    o_n = start_row + gl.arange(0, 16 * gl.num_warps(), layout)
     m_n = (o_n >= 0) & (o_n < N)
     if p_mask is not None:
         m_n = m_n & (gl.load(p_mask + o_n, mask=m_n, other=0) != 0)
@@ -109,10 +114,10 @@ def visible(start_row, N, layout: gl.constexpr, p_mask=None):
 @gluon.jit
 def copy_rows(s_tile, p, start_row, stride, N, C: gl.constexpr, COLUMNS: gl.constexpr, p_mask=None):
     """Begin to copy a tile of rows; zeros where there are none, or where a mask says so."""
-    layout: gl.constexpr = in_memory(COLUMNS)
+    layout: gl.constexpr = in_memory(COLUMNS, gl.num_warps())
     m_n = visible(start_row, N, gl.SliceLayout(1, layout), p_mask)
     stride = anew(stride // 8) * 8
-    o_n = gl.arange(0, BLOCK, gl.SliceLayout(1, layout))
+    o_n = gl.arange(0, 16 * gl.num_warps(), gl.SliceLayout(1, layout))
     o_c = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
     p = p + gl.to_tensor(start_row).to(gl.int64) * stride + (o_n[:, None] * stride + o_c[None, :])
     _copy(s_tile, p, mask=m_n[:, None] & (o_c[None, :] < C))
@@ -121,7 +126,7 @@ def copy_rows(s_tile, p, start_row, stride, N, C: gl.constexpr, COLUMNS: gl.cons
 @gluon.jit
 def copy_tile(s_tile, p, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
     """Begin to copy a whole tile that lies in one piece."""
-    layout: gl.constexpr = in_memory(COLUMNS)
+    layout: gl.constexpr = in_memory(COLUMNS, gl.num_warps())
     o_r = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     o_c = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
     _copy(s_tile, p + (o_r[:, None] * COLUMNS + o_c[None, :]))
@@ -130,17 +135,17 @@ def copy_tile(s_tile, p, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 @gluon.jit
 def copy_numbers(s_vector, p, start_row, N):
     """Begin to copy a number for each row of a tile; zeros where there is none."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     m_n = visible(start_row, N, layout)
-    _copy(s_vector, p + start_row + gl.arange(0, BLOCK, layout), mask=m_n)
+    _copy(s_vector, p + start_row + gl.arange(0, 16 * gl.num_warps(), layout), mask=m_n)
 
 
 @gluon.jit
 def store_rows(p, start_row, b, s_tile, N, C: gl.constexpr, COLUMNS: gl.constexpr):
     """The rows of a result that exist, into a contiguous matrix, by way of a tile in shared memory."""
-    layout: gl.constexpr = in_memory(COLUMNS)
+    layout: gl.constexpr = in_memory(COLUMNS, gl.num_warps())
     m_n = visible(start_row, N, gl.SliceLayout(1, layout))
-    o_n = gl.arange(0, BLOCK, gl.SliceLayout(1, layout))
+    o_n = gl.arange(0, 16 * gl.num_warps(), gl.SliceLayout(1, layout))
     o_c = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
     p = p + gl.to_tensor(start_row).to(gl.int64) * C + (o_n[:, None] * C + o_c[None, :])
     if p.dtype.element_ty == s_tile.dtype:
@@ -164,7 +169,7 @@ def centred(b_rows, DIM: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constex
 def make_unit(s_tile, EPS, UNIT: gl.constexpr, DIM: gl.constexpr, COLUMNS: gl.constexpr, s_factor=None):
     """Rows of norm 1 (UNIT = 1), centred and of norm 1 (2), in place; s_factor is what they are multiplied by."""
     if UNIT > 0:
-        layout: gl.constexpr = in_memory(COLUMNS)
+        layout: gl.constexpr = in_memory(COLUMNS, gl.num_warps())
         b_rows = s_tile.load(layout).to(gl.float32)
         if UNIT > 1:
             b_rows = centred(b_rows, DIM, COLUMNS, layout)
@@ -177,12 +182,12 @@ def make_unit(s_tile, EPS, UNIT: gl.constexpr, DIM: gl.constexpr, COLUMNS: gl.co
 @gluon.jit
 def unit_backward(b_dx, b_unit, s_factor, EPS, UNIT: gl.constexpr, DIM: gl.constexpr, COLUMNS: gl.constexpr):
     """The gradient of the rows as they were loaded, from that of the unit rows."""
-    b_factor = s_factor.load(by_row(COLUMNS))
+    b_factor = s_factor.load(by_row(COLUMNS, gl.num_warps()))
     # Rows shorter than the least norm were multiplied by a constant.
     b_along = gl.where(b_factor < gl.rsqrt(gl.to_tensor(DIM * EPS)), gl.sum(b_dx * b_unit, axis=1), 0.0)
     b_dx = (b_dx - b_along[:, None] * b_unit) * b_factor[:, None]
     if UNIT > 1:
-        b_dx = centred(b_dx, DIM, COLUMNS, accumulator(COLUMNS))
+        b_dx = centred(b_dx, DIM, COLUMNS, accumulator(COLUMNS, gl.num_warps()))
     return b_dx
 
 

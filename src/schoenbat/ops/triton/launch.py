@@ -1,21 +1,20 @@
-"""Launch the bidirectional kernels, with the small sums between one kernel and the next; what launches share.
+"""Launch the bidirectional kernels, with the small sums between one kernel and the next.
 
 Nothing here waits for the device, and nothing is timed at run time: the same shapes always run the same code
 in the same order, so two runs are bit-equal. Shapes are those of `eager`.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from schoenbat.ops.triton import bidirectional, bidirectional_sums
+from schoenbat.ops.triton import bidirectional, bidirectional_sums, launch_degrees
+from schoenbat.ops.triton.call import Shape, Unit, as_rows, cdiv, flat, map_arguments, per_map, summary_shapes
+from schoenbat.ops.triton.hopper_calls import takes_degrees
 from schoenbat.ops.triton.plan import Plan, padded
 from schoenbat.ops.triton.tiles import (
-    WIDE_TILES,
     Tiles,
-    tiles_for,
     tiles_of_gradients,
     tiles_of_read,
     tiles_of_sums,
@@ -24,62 +23,6 @@ from schoenbat.ops.triton.tiles import (
 # Two programs at a time for each of a large GPU's 132 multiprocessors; of two warps, twice as many fit.
 _PROGRAMS = 264
 _SUM_ROWS = 64
-
-
-class Unit(NamedTuple):
-    """What becomes of the rows of queries and keys as they are loaded: see `unit_rows`; code 0 is nothing."""
-
-    code: int = 0
-    eps: float = 0.0
-
-
-class Shape(NamedTuple):
-    """What a call's tensors have in common."""
-
-    batch: int
-    heads: int  # of keys
-    groups: int  # of query heads to a key head
-    dim: int
-    value_dim: int
-    block_d: int
-    block_v: int
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, query: Tensor, value: Tensor) -> "Shape":
-        batch, heads, groups, _, dim = query.shape
-        value_dim = value.shape[-1]
-        return cls(batch, heads, groups, dim, value_dim, padded(dim), padded(value_dim), query.dtype)
-
-    def tiles(self, plan: Plan) -> Tiles:
-        if plan.is_wide:
-            return WIDE_TILES
-        return tiles_for(self.dtype, self.block_d, self.block_v, plan.quadratic)
-
-    def constants(self, plan: Plan, tiles: Tiles) -> dict[str, Any]:
-        return {
-            "MAPS": plan.tiles.shape[0],
-            "IDENTITY": int(plan.identity),
-            "QUADRATIC": plan.quadratic,
-            "DIM": self.dim,
-            "DV": self.value_dim,
-            "BLOCK_D": self.block_d,
-            "BLOCK_V": self.block_v,
-            "GROUP": plan.group,
-            "PRECISION": _precision(self.dtype),
-            **tiles.compilation,
-        }
-
-
-def _precision(dtype: torch.dtype) -> str:
-    """Products of float32 are as exact as torch's own are set to be."""
-    exact = dtype != torch.float32 or torch.backends.cuda.matmul.fp32_precision != "tf32"
-    return "ieee" if exact else "tf32"
-
-
-def cdiv(whole: int, part: int) -> int:
-    """How many parts a whole has, the last of which may be short; Triton's own takes microseconds."""
-    return -(-whole // part)
 
 
 def attend(
@@ -171,7 +114,9 @@ def read(
     """Each query row's output."""
     q, tiles = as_rows(query), tiles_of_read(shape.tiles(plan), plan)
     out = query.new_empty(*query.shape[:-1], shape.value_dim)
-    if out.numel():
+    if out.numel() and takes_degrees(shape, plan, [q]):
+        launch_degrees.read(q, out, summary, shape, plan, coefficients, query_scale, unit)
+    elif out.numel():
         splits, tiles_each = split(_row_tiles(q, tiles), q.shape[0] * q.shape[1], tiles)
         bidirectional.read[(splits * q.shape[0] * q.shape[1],)](
             *(q, out, query_scale, *summary, per_map(coefficients, plan)),
@@ -202,6 +147,11 @@ def read_backward(
     Then by row 1/f and the gradients of total and mean logit, and of f itself if the map is `trained`.
     """
     q, g = as_rows(query), as_rows(grad.to(query.dtype))
+    if q.numel() and not trained and takes_degrees(shape, plan, [q, g]):
+        small = shape, plan, coefficients, query_scale, unit
+        grad_query, to_scale, by_row = launch_degrees.read_backward(q, g, summary, *small)
+        parts = _summarize(q, g, None, by_row, shape, plan, query_scale, 1.0, unit)
+        return grad_query.view(query.shape), to_scale.sum((0, 2)).view(query_scale.shape), parts, by_row
     sums, totals, key_mean, _ = summary
     grad_query = q.new_empty(q.shape)
     by_row = [q.new_empty(q.shape[:-1], dtype=torch.float32) for _ in range(4 if trained else 3)]
@@ -266,6 +216,10 @@ def key_backward(
 ) -> list[Tensor]:
     """Gradients of key and value, from those of the sums of φ(k)(v − centre)ᵀ: see `finish_backward`."""
     k, v = as_rows(key), as_rows(value)
+    if k.numel() and takes_degrees(shape, plan, [k, v]):
+        small = centre, shape, plan, key_scale, unit
+        grad_key, grad_value = launch_degrees.key_backward(k, v, mask, to_summary, *small)
+        return [grad_key.view(key.shape), grad_value.view(value.shape)]
     grad_key, grad_value = k.new_empty(k.shape), v.new_empty(v.shape)
     if k.numel():
         tiles, whole = tiles_of_gradients(shape.tiles(plan), plan), plan.whole
@@ -312,12 +266,6 @@ def overlapping(like: Tensor) -> dict[str, bool]:
     return {"OVERLAPS": True, "launch_pdl": True} if is_new else {}
 
 
-def summary_shapes(shape: Shape, plan: Plan) -> list[tuple[int, ...]]:
-    """Of sums, totals, key mean and value mean of one key head."""
-    features = plan.num_features
-    return [(features, shape.block_v), (features,), (shape.block_d,), (shape.block_v,)]
-
-
 def _summarize(
     x: Tensor,
     rows: Tensor,
@@ -330,6 +278,9 @@ def _summarize(
     unit: Unit,
 ) -> list[Tensor]:
     """Parts of Σφ(x) rowᵀ, Σφ(x) w, Σx u and Σrow, ``(B·H·splits, ...)``; see the kernel."""
+    if x.numel() and takes_degrees(shape, plan, [x, rows]):
+        small = plan, query_scale, key_scale, unit
+        return launch_degrees.summarize(x, rows, mask, by_row, shape, *small)
     batch, heads, n, _ = x.shape
     tiles = tiles_of_sums(shape.tiles(plan), shape.block_d, shape.block_v)
     separate, num_parts = parts_of_sums(plan)
@@ -372,25 +323,6 @@ def _row_tiles(x: Tensor, tiles: Tiles) -> int:
     return max(1, cdiv(x.shape[-2], tiles.block))
 
 
-def map_arguments(plan: Plan) -> tuple[Any, ...]:
-    return *plan.tensors, plan.tiles.shape[1], plan.num_groups
-
-
-def per_map(coefficients: Tensor, plan: Plan) -> Tensor:
-    return coefficients.expand(plan.tiles.shape[0], -1).contiguous()
-
-
 def _count(mask: Tensor | None) -> Tensor | None:
     """How many keys of each sequence take part, ``(B,)``; None for all."""
     return None if mask is None else mask.sum((1, 2, 3, 4), dtype=torch.int32)
-
-
-def as_rows(x: Tensor) -> Tensor:
-    """``(B, H, G, n, c) -> (B, H·G, n, c)`` with unit column stride."""
-    x = x.flatten(1, 2)
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def flat(mask: Tensor | None, instead: Tensor) -> Tensor:
-    """The mask as bytes ``(B, n)``; a kernel that has none gets some pointer it never reads."""
-    return instead if mask is None else mask.flatten(1).contiguous().view(torch.uint8)

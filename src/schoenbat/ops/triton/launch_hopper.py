@@ -1,20 +1,18 @@
 """Launch the kernels of causal attention in one pass, where a call is of the kind they are for."""
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from schoenbat.ops.triton.launch import Shape, Unit, as_rows, cdiv, flat, per_map
+from schoenbat.ops.triton.call import Shape, Unit, as_rows, cdiv, mask_bytes, per_map
+from schoenbat.ops.triton.hopper_calls import is_aligned
 from schoenbat.ops.triton.plan import Plan
 
 _BLOCK = 64
 # About twice as many as there are multiprocessors: of two on one of them, one works while the other waits.
 _PROGRAMS = 264
-# Copies of 16 bytes want rows that begin at multiples of it; Triton knows of multiples of 16 numbers alone.
-_ALIGNED = 16
 
 
 class Segments(NamedTuple):
@@ -47,34 +45,6 @@ class Segments(NamedTuple):
     @property
     def whole(self) -> tuple[int, ...]:
         return self.queries, self.keys, self.first_query, self.first_key, *self.cut
-
-
-def takes(shape: Shape, plan: Plan, rows: Sequence[Tensor]) -> bool:
-    """Whether heads are 33 to 64 wide, in bfloat16, with identity features and one group of pairs."""
-    fits = shape.block_d == shape.block_v == plan.group == 64 and plan.is_single and plan.quadratic == 1
-    fits = fits and shape.dtype == torch.bfloat16 and all(_is_aligned(x) for x in rows)
-    return fits and _has_kernels(rows[0].device)
-
-
-def _is_aligned(x: Tensor) -> bool:
-    numbers = x.shape[-1], *x.stride()[:-1], x.data_ptr()
-    return not any(number % _ALIGNED for number in numbers)
-
-
-@cache
-def _has_kernels(device: torch.device) -> bool:
-    """Gluon is experimental: other kernels take over where a later Triton has another one."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
-        return False
-    try:
-        from schoenbat.ops.triton import causal_hopper_backward  # noqa: F401
-    except (ImportError, AttributeError):
-        return False
-    return True
-
-
-def _bytes(mask: Tensor | None) -> Tensor | None:
-    return None if mask is None else flat(mask, mask)
 
 
 def _size_of_sums(shape: Shape, plan: Plan) -> int:
@@ -117,7 +87,7 @@ def _sums_of_keys(
     shared = constants(shape, plan, k.shape[1], unit)
     del shared["GROUPS"]
     causal_hopper.sum_keys[((axis.number - 1) * heads,)](
-        *(k, v, _bytes(mask), sums, *k.stride()[:3], *v.stride()[:3]),
+        *(k, v, mask_bytes(mask), sums, *k.stride()[:3], *v.stride()[:3]),
         *(axis.keys, axis.first_key, *axis.cut, key_scale, unit.eps, plan.tiles, plan.root_weight),
         **shared,
     )
@@ -147,7 +117,7 @@ def attend(
     by_row = [q.new_empty(q.shape[:-1], dtype=torch.float32) for _ in range(3)]
     sums = _sums_of_keys(k, v, mask, shape, plan, axis, key_scale, unit)
     causal_hopper.read[(axis.number * heads,)](
-        *(q, k, v, _bytes(mask), seen, query_scale, per_map(coefficients, plan), sums, out, *by_row),
+        *(q, k, v, mask_bytes(mask), seen, query_scale, per_map(coefficients, plan), sums, out, *by_row),
         *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *axis.whole, key_scale, unit.eps),
         *(plan.tiles, plan.root_weight, plan.root_linear),
         **constants(shape, plan, q.shape[1], unit),
@@ -174,7 +144,7 @@ def attend_backward(
 
     shape, out, (inverse, constant, slope) = Shape.of(query, value), as_rows(saved[0]), saved[1:]
     q, k, v, g = as_rows(query), as_rows(key), as_rows(value), as_rows(grad.to(query.dtype))
-    if not _is_aligned(g):
+    if not is_aligned(g):
         g = g.contiguous()
     heads = q.shape[0] * q.shape[1]
     axis = Segments.of(q.shape[-2], k.shape[-2], heads)
@@ -185,7 +155,7 @@ def attend_backward(
     grad_query, to_total, to_mean = q.new_empty(q.shape), torch.empty_like(inverse), torch.empty_like(inverse)
     to_scale = inverse.new_empty(*q.shape[:2], axis.number)
     causal_hopper_backward.query_backward[(axis.number * heads,)](
-        *(q, k, v, _bytes(mask), seen, query_scale, per_map(coefficients, plan), sums),
+        *(q, k, v, mask_bytes(mask), seen, query_scale, per_map(coefficients, plan), sums),
         *(g, out, inverse, constant, slope, grad_query, to_total, to_mean, to_scale),
         *(*strides, *axis.whole, key_scale, unit.eps, *map_tensors),
         **shared,
@@ -204,7 +174,7 @@ def attend_backward(
     dtype = q.dtype if shape.groups == 1 else torch.float32
     grad_key, grad_value = (q.new_empty(*q.shape[:2], *x.shape[2:], dtype=dtype) for x in (k, v))
     causal_hopper_backward.key_backward[(axis.number * heads,)](
-        *(q, k, v, _bytes(mask), query_scale, sums, g, *by_row, grad_key, grad_value),
+        *(q, k, v, mask_bytes(mask), query_scale, sums, g, *by_row, grad_key, grad_value),
         *(*strides, *axis.whole, key_scale, unit.eps, *map_tensors),
         **shared,
     )

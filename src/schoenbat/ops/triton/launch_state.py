@@ -11,7 +11,7 @@ from torch import Tensor
 
 from schoenbat.ops.eager import key_count
 from schoenbat.ops.triton import launch
-from schoenbat.ops.triton.launch import Shape, Unit, as_rows
+from schoenbat.ops.triton.call import Shape, Unit, as_rows
 from schoenbat.ops.triton.plan import Plan
 from schoenbat.ops.triton.state import inverse_roots, lay_out, roots, take_out
 

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from schoenbat.ops.triton import window, window_backward, window_sums
-from schoenbat.ops.triton.launch import Shape, Unit, as_rows, cdiv, flat, map_arguments, per_map, sum_rows
+from schoenbat.ops.triton.call import Shape, Unit, as_rows, cdiv, flat, map_arguments, per_map
+from schoenbat.ops.triton.launch import sum_rows
 from schoenbat.ops.triton.launch_causal import Axis, over_groups, sums_along
 from schoenbat.ops.triton.plan import Plan
 from schoenbat.ops.triton.tiles import Tiles, window_tiles_for

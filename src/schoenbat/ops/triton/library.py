@@ -12,6 +12,7 @@ from torch import Tensor
 
 from schoenbat.ops.operators import direct_operator
 from schoenbat.ops.triton import launch, launch_causal, launch_decode, launch_map, launch_state
+from schoenbat.ops.triton.call import Shape, Unit, summary_shapes
 from schoenbat.ops.triton.plan import Plan
 from schoenbat.ops.triton.state import empty_state
 
@@ -31,7 +32,7 @@ def attend(
     unit: int,
     eps: float,
 ) -> list[Tensor]:
-    small = Plan.of(plan, flags), coefficients, query_scale, key_scale, launch.Unit(unit, eps)
+    small = Plan.of(plan, flags), coefficients, query_scale, key_scale, Unit(unit, eps)
     return launch.attend(query, key, value, mask, *small)
 
 
@@ -44,7 +45,7 @@ def _(
 
 
 def _output_and_summary(query: Tensor, value: Tensor, plan: Plan) -> list[Tensor]:
-    shapes = launch.summary_shapes(launch.Shape.of(query, value), plan)
+    shapes = summary_shapes(Shape.of(query, value), plan)
     sums, *others = ((query.shape[0] * query.shape[1], *shape) for shape in shapes)
     out = query.new_empty(*query.shape[:-1], value.shape[-1])
     return [out, query.new_empty(sums), *(query.new_empty(s, dtype=torch.float32) for s in others)]
@@ -68,7 +69,7 @@ def attend_backward(
     eps: float,
 ) -> list[Tensor]:
     inputs, laid_out = (grad, query, key, value, mask, summary), Plan.of(plan, flags)
-    small = coefficients, query_scale, key_scale, launch.Unit(unit, eps)
+    small = coefficients, query_scale, key_scale, Unit(unit, eps)
     grads, by_row, to_summary = launch.attend_backward(*inputs, laid_out, *small, bool(trained))
     if trained:
         grads += launch_map.bidirectional(*inputs, by_row, to_summary, laid_out, trained, *small)
@@ -135,7 +136,7 @@ def summarize(
     eps: float,
 ) -> list[Tensor]:
     """The sums of a state, of these keys and values alone."""
-    small = Plan.of(plan, flags), key_scale, launch.Unit(unit, eps)
+    small = Plan.of(plan, flags), key_scale, Unit(unit, eps)
     return launch_state.summarize(key, value, mask, *small)
 
 
@@ -157,7 +158,7 @@ def summarize_backward(
     unit: int,
     eps: float,
 ) -> list[Tensor]:
-    small = Plan.of(plan, flags), key_scale, launch.Unit(unit, eps)
+    small = Plan.of(plan, flags), key_scale, Unit(unit, eps)
     return launch_state.summarize_backward(key, value, mask, to_sums, value_sum, *small)
 
 
@@ -260,7 +261,7 @@ def attend_causal(
     eps: float,
 ) -> list[Tensor]:
     """A map that is trained goes without a state."""
-    small = Plan.of(plan, flags), coefficients, query_scale, key_scale, launch.Unit(unit, eps)
+    small = Plan.of(plan, flags), coefficients, query_scale, key_scale, Unit(unit, eps)
     return launch_causal.attend(query, key, value, mask, seen, state, count, *small)
 
 
@@ -295,7 +296,7 @@ def attend_causal_backward(
     eps: float,
 ) -> list[Tensor]:
     inputs, laid_out = (grad, query, key, value, mask, seen), Plan.of(plan, flags)
-    small = coefficients, query_scale, key_scale, launch.Unit(unit, eps)
+    small = coefficients, query_scale, key_scale, Unit(unit, eps)
     grads, by_row, sums = launch_causal.attend_backward(
         *inputs, state, count, saved, laid_out, *small, bool(trained)
     )
@@ -357,7 +358,7 @@ def step(
     eps: float,
 ) -> list[Tensor]:
     """One decoding step; it has no derivative."""
-    small = Plan.of(plan, flags), coefficients, query_scale, key_scale, launch.Unit(unit, eps)
+    small = Plan.of(plan, flags), coefficients, query_scale, key_scale, Unit(unit, eps)
     return launch_decode.step(query, key, value, mask, count, sums, *small)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from schoenbat.ops.operators import direct_operator
 from schoenbat.ops.triton import launch_decode, launch_window
-from schoenbat.ops.triton.launch import Unit
+from schoenbat.ops.triton.call import Unit
 from schoenbat.ops.triton.launch_window import Call, Near
 from schoenbat.ops.triton.library import or_zeros
 from schoenbat.ops.triton.plan import Plan

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from schoenbat.ops.triton.launch import Shape
+from schoenbat.ops.triton.call import Shape
 from schoenbat.ops.triton.plan import Plan
 
 

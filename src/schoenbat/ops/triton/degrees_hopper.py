@@ -1,0 +1,335 @@
+"""Bidirectional attention by maps of many degrees on Hopper: all directions of a map stay in shared memory.
+
+What is computed is in `bidirectional_sums` and `bidirectional`: `summarize` leaves the same parts of the sums, `read` gives
+the same outputs. A map has two groups of GROUP features, each a product of as many projections as its degree says. A program
+of two warp groups works on tiles of ROWS rows: while the one multiplies matrices, the other multiplies factors.
+
+Names are those of `hopper`.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    warpgroup_mma_wait,
+)
+
+from schoenbat.ops.triton.causal_hopper import first_column, in_two_columns
+from schoenbat.ops.triton.hopper import (
+    LOWEST_EXPONENT,
+    NARROW,
+    accumulator,
+    add,
+    by_column,
+    by_row,
+    copy_numbers,
+    copy_rows,
+    copy_tile,
+    in_memory,
+    make_unit,
+    operand,
+    shared_pair,
+    shared_tile,
+    shared_tiles,
+    shared_vector,
+    shared_vectors,
+    start,
+    store_rows,
+)
+
+WARPS = gl.constexpr(8)
+ROWS = gl.constexpr(128)
+GROUP = gl.constexpr(64)
+# What depends on the length of a sequence, or on the degrees that were drawn: no kernel is compiled again for it.
+LENGTHS = ("N", "TILES", "SPLITS", "NUM_TILES")
+# Its square is still a normal number.
+TINY = gl.constexpr(1e-15)
+
+
+@gluon.constexpr_function
+def flat(columns):
+    """The layout of a result of GROUP rows: the warp groups share its columns."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, columns // 2, 16])
+
+
+@gluon.jit
+def shared_map(p_tiles, NUM_TILES, dtype: gl.constexpr, D: gl.constexpr, HELD: gl.constexpr):
+    """Begin to copy all tiles of directions, of which there may be fewer than there is room for."""
+    s_tiles = shared_tiles(dtype, HELD, D, GROUP)
+    for i in range(NUM_TILES):
+        copy_tile(s_tiles.index(i), p_tiles + i * D * GROUP, D, GROUP)
+    return s_tiles
+
+
+@gluon.jit
+def shared_features(p_root, p_degrees, middle, last, scale, dtype: gl.constexpr):
+    """Of each group the weights of its features, ``√w scale^(degree − 1)``, and what is added to its projections.
+
+    What is added is a row for each level: 1 for features that have no factor there, whose directions are zeros. To all
+    others almost nothing, so that no factor is zero: products can be divided by each of them.
+    """
+    layout: gl.constexpr = in_memory(GROUP, WARPS)
+    vectors: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    s_weights = gl.allocate_shared_memory(gl.float32, [2, GROUP], vectors)
+    s_added = shared_tiles(dtype, 2, NARROW, GROUP)
+    for i in gl.static_range(2):
+        o_f = i * GROUP + gl.arange(0, GROUP, by_column(GROUP, WARPS))
+        b_degree, b_weight = gl.load(p_degrees + o_f), gl.load(p_root + o_f)
+        for level in range(1, middle if i == 0 else last - middle):
+            b_weight = gl.where(b_degree > level, b_weight * scale, b_weight)
+        s_weights.index(i).store(b_weight)
+        o_f = i * GROUP + gl.arange(0, GROUP, gl.SliceLayout(0, layout))
+        o_level = gl.arange(0, NARROW, gl.SliceLayout(1, layout))
+        b_added = gl.where(gl.load(p_degrees + o_f)[None, :] > o_level[:, None], TINY, 1.0)
+        s_added.index(i).store(b_added.to(dtype))
+    return s_weights, s_added
+
+
+@gluon.jit
+def start_level(s_x, s_tiles, s_added, i_tile, level):
+    """Start a level's factors, [ROWS, GROUP]."""
+    layout: gl.constexpr = operand(GROUP, WARPS)
+    o_level = gl.arange(0, NARROW, gl.SliceLayout(0, layout))
+    b_own = gl.zeros([ROWS, NARROW], gl.float32, layout) + gl.where(o_level == level, 1.0, 0.0)[None, :]
+    b_factor = start(b_own.to(s_x.dtype), s_added, ROWS, GROUP)
+    return add(s_x, s_tiles.index(i_tile), b_factor)
+
+
+@gluon.jit
+def products(s_x, s_tiles, s_added, first, last):
+    """A group's products of projections, [ROWS, GROUP]; two levels at a time."""
+    b_product = warpgroup_mma_wait(0, [start_level(s_x, s_tiles, s_added, first, 0)])
+    for i in range(first + 1, last - 1, 2):
+        b_a = start_level(s_x, s_tiles, s_added, i, i - first)
+        b_b = start_level(s_x, s_tiles, s_added, i + 1, i + 1 - first)
+        b_a, b_b = warpgroup_mma_wait(0, [b_a, b_b])
+        b_product = b_product * b_a * b_b
+    if (last - first) % 2 == 0:
+        b_a = start_level(s_x, s_tiles, s_added, last - 1, last - 1 - first)
+        b_product = b_product * warpgroup_mma_wait(0, [b_a])
+    return b_product
+
+
+@gluon.jit
+def shared_narrow(p, dtype: gl.constexpr, SIZE: gl.constexpr):
+    """A vector as a narrow operand: two columns that add up to it, and zeros."""
+    s_narrow = shared_tile(dtype, SIZE, NARROW)
+    b_vector = gl.load(p + gl.arange(0, SIZE, by_row(NARROW, WARPS)))
+    s_narrow.index(0).store(in_two_columns(b_vector, dtype, 0))
+    return s_narrow
+
+
+@gluon.jit(do_not_specialize=LENGTHS)
+def read(
+    p_query, p_out, p_scale, p_sums, p_totals, p_key_mean, p_value_mean, p_coefficients,
+    stride_qb, stride_qh, stride_qn, N, TILES, SPLITS, EPS, p_tiles, p_root, p_degrees, p_first, NUM_TILES,
+    HEADS: gl.constexpr, GROUPS: gl.constexpr, MAPS: gl.constexpr, UNIT: gl.constexpr, DIM: gl.constexpr, DV: gl.constexpr,
+    D: gl.constexpr, V: gl.constexpr, HELD: gl.constexpr,
+):  # fmt: skip
+    """Some tiles of outputs: ``v̄ + numerator / max(total, floor)``."""
+    dtype: gl.constexpr = p_query.dtype.element_ty
+    i_split, i_bh = gl.program_id(0) % SPLITS, gl.program_id(0) // SPLITS
+    i_b, i_h = i_bh // HEADS, i_bh % HEADS
+    i_map = 0 if MAPS == 1 else i_h // GROUPS
+    i_state = (i_bh // GROUPS).to(gl.int64)
+    p_query += i_b.to(gl.int64) * stride_qb + i_h.to(gl.int64) * stride_qh
+    p_out += i_bh.to(gl.int64) * N * DV
+    scale = gl.load(p_scale + i_h)
+    constant, zeroth = gl.load(p_coefficients + 3 * i_map), gl.load(p_coefficients + 3 * i_map + 1)
+    slope = gl.load(p_coefficients + 3 * i_map + 2)
+    middle, last = gl.load(p_first + 1), gl.load(p_first + 2)
+
+    s_tiles = shared_map(p_tiles + i_map * NUM_TILES * D * GROUP, NUM_TILES, dtype, D, HELD)
+    s_weights, s_added = shared_features(p_root + i_map * 2 * GROUP, p_degrees, middle, last, scale, dtype)
+    s_sums = shared_tiles(dtype, 2, GROUP, V)
+    copy_tile(s_sums.index(0), p_sums + i_state * 2 * GROUP * V, GROUP, V)
+    copy_tile(s_sums.index(1), p_sums + (i_state * 2 + 1) * GROUP * V, GROUP, V)
+    s_first = shared_narrow(p_totals + i_state * 2 * GROUP, dtype, GROUP)
+    s_second = shared_narrow(p_totals + (i_state * 2 + 1) * GROUP, dtype, GROUP)
+    s_mean = shared_narrow(p_key_mean + i_state * D, dtype, D)
+    s_value = shared_vector(V)
+    s_value.store(gl.load(p_value_mean + i_state * V + gl.arange(0, V, by_column(V, WARPS))))
+    s_queries = shared_pair(dtype, D)
+    first_tile = i_split * TILES
+    num_here = gl.minimum(TILES, (N + ROWS - 1) // ROWS - first_tile)
+    copy_rows(s_queries.index(0), p_query, first_tile * ROWS, stride_qn, N, DIM, D)
+    async_copy.commit_group()
+    for i in range(num_here):
+        q_start = (first_tile + i) * ROWS
+        s_q = s_queries.index(i % 2)
+        async_copy.wait_group(0)
+        copy_rows(s_queries.index((i + 1) % 2), p_query, q_start + ROWS, stride_qn, N, DIM, D)
+        async_copy.commit_group()
+        make_unit(s_q, EPS, UNIT, DIM, D)
+        fence_async_shared()
+        b_logit = start(s_q, s_mean.index(0), ROWS, NARROW)
+        b_logit = scale * first_column(warpgroup_mma_wait(0, [b_logit]))
+        b_phi = products(s_q, s_tiles, s_added.index(0), 0, middle)
+        b_phi = (b_phi * (s_weights.index(0).load(by_column(GROUP, WARPS)) * scale)[None, :]).to(dtype)
+        b_numerator = start(gl.convert_layout(b_phi, operand(V, WARPS)), s_sums.index(0), ROWS, V)
+        b_total = start(gl.convert_layout(b_phi, operand(NARROW, WARPS)), s_first.index(0), ROWS, NARROW)
+        b_numerator, b_total = warpgroup_mma_wait(0, [b_numerator, b_total])
+        b_phi = products(s_q, s_tiles, s_added.index(1), middle, last)
+        b_phi = (b_phi * (s_weights.index(1).load(by_column(GROUP, WARPS)) * scale)[None, :]).to(dtype)
+        b_numerator = add(gl.convert_layout(b_phi, operand(V, WARPS)), s_sums.index(1), b_numerator)
+        b_total = add(gl.convert_layout(b_phi, operand(NARROW, WARPS)), s_second.index(0), b_total)
+        b_numerator, b_total = warpgroup_mma_wait(0, [b_numerator, b_total])
+
+        b_total = first_column(b_total) + constant
+        b_exponent = gl.minimum(gl.maximum(slope * b_logit, LOWEST_EXPONENT), 0.0)
+        b_floored = gl.maximum(b_total, zeroth * gl.exp(b_exponent))
+        # One that overflows shows as NaN, where a quotient of zero would pass for v̄.
+        b_inverse = gl.where(b_floored == float("inf"), float("nan"), 1.0 / b_floored)
+        b_inverse = gl.convert_layout(b_inverse, by_row(V, WARPS))
+        b_out = s_value.load(by_column(V, WARPS))[None, :] + b_numerator * b_inverse[:, None]
+        store_rows(p_out, q_start, b_out, s_q, N, DV, V)
+    async_copy.wait_group(0)
+
+
+@gluon.jit
+def narrow_weights(s_weights, s_weight, s_mean):
+    """The columns w, u and 1, and zeros."""
+    layout: gl.constexpr = by_row(NARROW, WARPS)
+    o = gl.arange(0, NARROW, by_column(NARROW, WARPS))[None, :]
+    b_w, b_u = s_weight.load(layout)[:, None], s_mean.load(layout)[:, None]
+    s_weights.store(
+        gl.where(o == 0, b_w, gl.where(o == 1, b_u, gl.where(o == 2, 1.0, 0.0))).to(s_weights.dtype)
+    )
+
+
+@gluon.jit
+def column(b_narrow, COLUMN: gl.constexpr):
+    o = gl.arange(0, NARROW, gl.SliceLayout(0, flat(NARROW)))[None, :]
+    return gl.sum(gl.where(o == COLUMN, b_narrow, 0.0), axis=1)
+
+
+@gluon.jit
+def zeros(COLUMNS: gl.constexpr):
+    return gl.zeros([GROUP, COLUMNS], gl.float32, flat(COLUMNS))
+
+
+@gluon.jit
+def multiply_rows(s_rows, s_scale, V: gl.constexpr):
+    layout: gl.constexpr = in_memory(V, WARPS)
+    b_scale = s_scale.load(gl.SliceLayout(1, layout))
+    s_rows.store((s_rows.load(layout).to(gl.float32) * b_scale[:, None]).to(s_rows.dtype))
+
+
+@gluon.jit
+def add_group(b_sums, b_totals, s_phi, s_x, s_rows, s_narrow, s_tiles, s_added, s_weight, scale, first, last):
+    """Add a tile's rows to the sums and totals of a group."""
+    b_phi = products(s_x, s_tiles, s_added, first, last)
+    b_phi = b_phi * (s_weight.load(by_column(GROUP, WARPS)) * scale)[None, :]
+    s_phi.store(b_phi.to(s_phi.dtype))
+    fence_async_shared()
+    b_sums = add(s_phi.permute((1, 0)), s_rows, b_sums)
+    b_totals = add(s_phi.permute((1, 0)), s_narrow, b_totals)
+    return warpgroup_mma_wait(0, [b_sums, b_totals])
+
+
+@gluon.jit(do_not_specialize=LENGTHS)
+def summarize(
+    p_x, p_rows, p_mask, p_scale, p_row_scale, p_row_weight, p_mean_weight, p_sums, p_totals, p_x_sum, p_row_sum,
+    stride_xb, stride_xh, stride_xn, stride_rb, stride_rh, stride_rn, N, TILES, SPLITS, KEY_SCALE, EPS,
+    p_tiles, p_root, p_degrees, p_first, NUM_TILES,
+    HEADS: gl.constexpr, GROUPS: gl.constexpr, MAPS: gl.constexpr, UNIT: gl.constexpr, DIM: gl.constexpr, DV: gl.constexpr,
+    D: gl.constexpr, V: gl.constexpr, HELD: gl.constexpr,
+):  # fmt: skip
+    """Partial sums over TILES tiles, of queries where there is a p_row_scale, else of keys."""
+    dtype: gl.constexpr = p_x.dtype.element_ty
+    i_split, i_bh = gl.program_id(0) % SPLITS, gl.program_id(0) // SPLITS
+    i_b, i_h = i_bh // HEADS, i_bh % HEADS
+    i_map = 0 if MAPS == 1 else i_h // GROUPS
+    p_x += i_b.to(gl.int64) * stride_xb + i_h.to(gl.int64) * stride_xh
+    p_rows += i_b.to(gl.int64) * stride_rb + i_h.to(gl.int64) * stride_rh
+    if p_mask is not None:
+        p_mask += i_b.to(gl.int64) * N
+    scale = KEY_SCALE
+    m_narrow = shared_tile(dtype, ROWS, NARROW)
+    if p_row_scale is not None:
+        scale = gl.load(p_scale + i_h)
+        i_row = i_bh.to(gl.int64) * N
+        p_row_scale, p_row_weight, p_mean_weight = (
+            p_row_scale + i_row,
+            p_row_weight + i_row,
+            p_mean_weight + i_row,
+        )
+        s_scales, s_row_weights, s_mean_weights = shared_vectors(), shared_vectors(), shared_vectors()
+    else:
+        m_narrow.index(0).store(gl.full([ROWS, NARROW], 1.0, dtype, accumulator(NARROW, WARPS)))
+    middle, last = gl.load(p_first + 1), gl.load(p_first + 2)
+    s_tiles = shared_map(p_tiles + i_map * NUM_TILES * D * GROUP, NUM_TILES, dtype, D, HELD)
+    s_weights, s_added = shared_features(p_root + i_map * 2 * GROUP, p_degrees, middle, last, scale, dtype)
+    s_xs, m_rows, m_phi = shared_pair(dtype, D), shared_tile(dtype, ROWS, V), shared_tile(dtype, ROWS, GROUP)
+    b_s1, b_s2, b_z1, b_z2, b_x, b_v = (
+        zeros(V),
+        zeros(V),
+        zeros(NARROW),
+        zeros(NARROW),
+        zeros(NARROW),
+        zeros(NARROW),
+    )
+    first_tile = i_split * TILES
+    num_here = gl.minimum(TILES, (N + ROWS - 1) // ROWS - first_tile)
+    for i in range(-1, num_here):
+        s_rows, s_narrow, s_phi = m_rows.index(0), m_narrow.index(0), m_phi.index(0)
+        start_row = (first_tile + i + 1) * ROWS
+        here, there = i & 1, (i + 1) & 1
+        async_copy.wait_group(0)
+        copy_rows(s_xs.index(there), p_x, start_row, stride_xn, N, DIM, D, p_mask)
+        if p_row_scale is not None:
+            copy_numbers(s_scales.index(there), p_row_scale, start_row, N)
+            copy_numbers(s_row_weights.index(there), p_row_weight, start_row, N)
+            copy_numbers(s_mean_weights.index(there), p_mean_weight, start_row, N)
+        if i >= 0:
+            s_x = s_xs.index(here)
+            make_unit(s_x, EPS, UNIT, DIM, D)
+            if p_row_scale is not None:
+                narrow_weights(s_narrow, s_row_weights.index(here), s_mean_weights.index(here))
+            fence_async_shared()
+            b_x, b_v = add(s_x.permute((1, 0)), s_narrow, b_x), add(s_rows.permute((1, 0)), s_narrow, b_v)
+            b_x, b_v = warpgroup_mma_wait(0, [b_x, b_v])
+            if p_row_scale is not None:
+                multiply_rows(s_rows, s_scales.index(here), V)
+            b_s1, b_z1 = add_group(
+                b_s1,
+                b_z1,
+                s_phi,
+                s_x,
+                s_rows,
+                s_narrow,
+                s_tiles,
+                s_added.index(0),
+                s_weights.index(0),
+                scale,
+                0,
+                middle,
+            )
+            b_s2, b_z2 = add_group(
+                b_s2,
+                b_z2,
+                s_phi,
+                s_x,
+                s_rows,
+                s_narrow,
+                s_tiles,
+                s_added.index(1),
+                s_weights.index(1),
+                scale,
+                middle,
+                last,
+            )
+        copy_rows(s_rows, p_rows, start_row, stride_rn, N, DV, V, p_mask)
+        async_copy.commit_group()
+    async_copy.wait_group(0)
+    i_out = (i_bh * SPLITS + i_split).to(gl.int64)
+    o_row, o_v = gl.arange(0, GROUP, gl.SliceLayout(1, flat(V))), gl.arange(0, V, gl.SliceLayout(0, flat(V)))
+    p_sums += i_out * 2 * GROUP * V
+    gl.store(p_sums + (o_row[:, None] * V + o_v[None, :]), b_s1)
+    gl.store(p_sums + ((GROUP + o_row)[:, None] * V + o_v[None, :]), b_s2)
+    o = gl.arange(0, GROUP, gl.SliceLayout(1, flat(NARROW)))
+    gl.store(p_totals + i_out * 2 * GROUP + o, column(b_z1, 0))
+    gl.store(p_totals + (i_out * 2 + 1) * GROUP + o, column(b_z2, 0))
+    gl.store(p_x_sum + i_out * D + o, column(b_x, 1) * scale)
+    gl.store(p_row_sum + i_out * V + o, column(b_v, 2))

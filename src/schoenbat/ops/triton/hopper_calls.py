@@ -1,0 +1,49 @@
+"""Which calls the kernels for Hopper's warp groups take: see `hopper`."""
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from schoenbat.ops.triton.call import Shape
+from schoenbat.ops.triton.plan import Plan
+
+# Copies of 16 bytes want rows that begin at multiples of it; Triton knows of multiples of 16 numbers alone.
+_ALIGNED = 16
+# Tiles of directions that shared memory has room for beside rows and sums; 16 levels at most in one group.
+MOST_TILES = 17
+
+
+def takes_pairs(shape: Shape, plan: Plan, rows: Sequence[Tensor]) -> bool:
+    """Whether a map has identity features and one group of pairs, as causal kernels want it."""
+    return plan.is_single and plan.quadratic == 1 and plan.group == 64 and _takes(shape, rows)
+
+
+def takes_degrees(shape: Shape, plan: Plan, rows: Sequence[Tensor]) -> bool:
+    """Whether a map has two groups of many degrees, and few enough of them to stay at hand."""
+    fits = plan.is_wide and not plan.identity and plan.num_groups == 2 and plan.tiles.shape[1] <= MOST_TILES
+    return fits and _takes(shape, rows)
+
+
+def _takes(shape: Shape, rows: Sequence[Tensor]) -> bool:
+    """Whether heads are 33 to 64 wide, in bfloat16."""
+    fits = shape.block_d == shape.block_v == 64 and shape.dtype == torch.bfloat16
+    return fits and all(is_aligned(x) for x in rows) and has_kernels(rows[0].device)
+
+
+def is_aligned(x: Tensor) -> bool:
+    numbers = x.shape[-1], *x.stride()[:-1], x.data_ptr()
+    return not any(number % _ALIGNED for number in numbers)
+
+
+@cache
+def has_kernels(device: torch.device) -> bool:
+    """Gluon is experimental: other kernels take over where a later Triton has another one."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return False
+    try:
+        from schoenbat.ops.triton import causal_hopper_backward, degrees_hopper_backward  # noqa: F401
+    except (ImportError, AttributeError):
+        return False
+    return True

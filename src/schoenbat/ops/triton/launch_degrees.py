@@ -1,0 +1,141 @@
+"""Launch the kernels for maps of many degrees on Hopper, where a call is of the kind they are for."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from schoenbat.ops.triton.call import Shape, Unit, cdiv, mask_bytes, per_map, summary_shapes
+from schoenbat.ops.triton.hopper_calls import MOST_TILES
+from schoenbat.ops.triton.plan import Plan
+
+_ROWS = 128
+# As many as there are multiprocessors: each has room for one.
+_PROGRAMS = 132
+
+
+def _split(rows: int, heads: int) -> tuple[int, int]:
+    """How many programs share a sequence, and how many tiles each has."""
+    tiles = max(1, cdiv(rows, _ROWS))
+    each = cdiv(tiles, max(1, min(tiles, _PROGRAMS // heads)))
+    return cdiv(tiles, each), each
+
+
+def _constants(shape: Shape, plan: Plan, heads: int, unit: Unit, groups: int | None = None) -> dict[str, Any]:
+    of_queries = {} if groups is None else {"GROUPS": groups}
+    return {
+        "HEADS": heads,
+        **of_queries,
+        "MAPS": plan.tiles.shape[0],
+        "UNIT": unit.code,
+        "DIM": shape.dim,
+        "DV": shape.value_dim,
+        "D": shape.block_d,
+        "V": shape.block_v,
+        "HELD": MOST_TILES,
+        "num_warps": 8,
+    }
+
+
+def _map(plan: Plan) -> tuple[Any, ...]:
+    return plan.tiles, plan.root_weight, plan.degrees, plan.first, plan.tiles.shape[1]
+
+
+def summarize(
+    x: Tensor,
+    rows: Tensor,
+    mask: Tensor | None,
+    by_row: Sequence[Tensor] | None,
+    shape: Shape,
+    plan: Plan,
+    query_scale: Tensor | None,
+    key_scale: float,
+    unit: Unit,
+) -> list[Tensor]:
+    """As in `launch`: parts of the sums over keys, or over queries with what they have `by_row`."""
+    from schoenbat.ops.triton import degrees_hopper
+
+    batch, heads, n, _ = x.shape
+    splits, each = _split(n, batch * heads)
+    sizes = summary_shapes(shape, plan)
+    sums = [x.new_empty(batch * heads * splits, *size, dtype=torch.float32) for size in sizes]
+    degrees_hopper.summarize[(splits * batch * heads,)](
+        *(x, rows, mask_bytes(mask), query_scale, *(by_row or (None, None, None)), *sums),
+        *(*x.stride()[:3], *rows.stride()[:3], n, each, splits, key_scale, unit.eps, *_map(plan)),
+        **_constants(shape, plan, heads, unit, shape.groups),
+    )
+    return sums
+
+
+def read(
+    q: Tensor,
+    out: Tensor,
+    summary: Sequence[Tensor],
+    shape: Shape,
+    plan: Plan,
+    coefficients: Tensor,
+    query_scale: Tensor,
+    unit: Unit,
+) -> None:
+    """Each query row's output, into `out`."""
+    from schoenbat.ops.triton import degrees_hopper
+
+    heads = q.shape[0] * q.shape[1]
+    splits, each = _split(q.shape[-2], heads)
+    degrees_hopper.read[(splits * heads,)](
+        *(q, out, query_scale, *summary, per_map(coefficients, plan)),
+        *(*q.stride()[:3], q.shape[-2], each, splits, unit.eps, *_map(plan)),
+        **_constants(shape, plan, q.shape[1], unit, shape.groups),
+    )
+
+
+def read_backward(
+    q: Tensor,
+    g: Tensor,
+    summary: Sequence[Tensor],
+    shape: Shape,
+    plan: Plan,
+    coefficients: Tensor,
+    query_scale: Tensor,
+    unit: Unit,
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """The gradients of queries, and of the scale by program; by row 1/f and those of total and mean logit."""
+    from schoenbat.ops.triton import degrees_hopper_backward
+
+    heads = q.shape[0] * q.shape[1]
+    splits, each = _split(q.shape[-2], heads)
+    grad_query, to_scale = q.new_empty(q.shape), q.new_empty(*q.shape[:2], splits, dtype=torch.float32)
+    by_row = [q.new_empty(q.shape[:-1], dtype=torch.float32) for _ in range(3)]
+    degrees_hopper_backward.read_backward[(splits * heads,)](
+        *(q, g, grad_query, *by_row, to_scale, query_scale, *summary[:3], per_map(coefficients, plan)),
+        *(*q.stride()[:3], *g.stride()[:3], q.shape[-2], each, splits, unit.eps, *_map(plan)),
+        **_constants(shape, plan, q.shape[1], unit, shape.groups),
+    )
+    return grad_query, to_scale, by_row
+
+
+def key_backward(
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    to_summary: Sequence[Tensor],
+    centre: Tensor,
+    shape: Shape,
+    plan: Plan,
+    key_scale: float,
+    unit: Unit,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of keys and values."""
+    from schoenbat.ops.triton import degrees_hopper_backward
+
+    heads = k.shape[0] * k.shape[1]
+    splits, each = _split(k.shape[-2], heads)
+    to_sums, to_totals, to_key, to_value = to_summary
+    grad_key, grad_value = k.new_empty(k.shape), v.new_empty(v.shape)
+    degrees_hopper_backward.key_backward[(splits * heads,)](
+        *(k, v, mask_bytes(mask), grad_key, grad_value, to_sums, to_totals, to_key, centre, to_value),
+        *(*k.stride()[:3], *v.stride()[:3], k.shape[-2], each, splits, key_scale, unit.eps, *_map(plan)),
+        **_constants(shape, plan, k.shape[1], unit),
+    )
+    return grad_key, grad_value

@@ -1,0 +1,80 @@
+"""Maps of many degrees on Hopper: on one if there is one, else the kernels as plain Python."""
+
+import pytest
+import torch
+from ops.triton.specification import DEVICE, assert_close_to_specification
+from oracle import make_map, rows
+
+from schoenbat.ops.unit_rows import UnitRows
+
+pytest.importorskip("triton.experimental.gluon")
+
+
+@pytest.fixture(params=["one program to a head", "several"], autouse=True)
+def passes(request, monkeypatch):
+    """The passes that were run by these kernels."""
+    from schoenbat.ops.triton import (
+        causal_hopper,
+        degrees_hopper,
+        degrees_hopper_backward,
+        hopper,
+        hopper_calls,
+        launch_degrees,
+    )
+
+    if DEVICE == "cpu":
+        from ops.triton.gluon_emulation import emulate
+
+        emulate(monkeypatch, [hopper, causal_hopper, degrees_hopper, degrees_hopper_backward])
+        monkeypatch.setattr(hopper_calls, "has_kernels", lambda device: True)
+    monkeypatch.setattr(
+        launch_degrees, "_PROGRAMS", 1 if request.param == "one program to a head" else 10_000
+    )
+    run = []
+    for name in ("summarize", "read", "read_backward", "key_backward"):
+        function = getattr(launch_degrees, name)
+        monkeypatch.setattr(
+            launch_degrees, name, lambda *args, _f=function, _n=name: (run.append(_n), _f(*args))[1]
+        )
+    yield
+    assert run == ["summarize", "read", "read_backward", "summarize", "key_backward"]
+
+
+def draw(queries, keys, heads=1, key_heads=None, dim=64, value_dim=None, batch=1):
+    key_heads = key_heads or heads
+    shapes = (heads, queries, dim), (key_heads, keys, dim), (key_heads, keys, value_dim or dim)
+    return [rows(batch, *shape, seed=i, dtype=torch.bfloat16) for i, shape in enumerate(shapes)]
+
+
+def draw_map(dim=64, num_features=128, **options):
+    return make_map("unbiased", dim, num_features, dtype=torch.float32, device=DEVICE, scale=4.0, **options)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (300, 300), (70, 200)])
+def test_matches_the_specification(queries, keys):
+    assert_close_to_specification(draw_map(), draw(queries, keys), torch.tensor([2.0]))
+
+
+def test_masks_groups_and_maps_per_head():
+    """A sequence that has masked keys, and one that has no others; padded widths."""
+    tensors = draw(150, 140, heads=4, key_heads=2, dim=48, value_dim=64, batch=2)
+    mask = (torch.rand(2, 140, generator=torch.Generator().manual_seed(0)) > 0.4).to(DEVICE)
+    mask[1] = False
+    options = {"key_mask": mask, "enable_gqa": True}
+    features = draw_map(48, 100, num_heads=2)
+    assert_close_to_specification(features, tensors, torch.linspace(0.5, 3.0, 4), **options)
+
+
+@pytest.mark.parametrize("centred", [False, True])
+def test_rows_are_normalised_on_the_way(centred):
+    mask = (torch.rand(1, 150, generator=torch.Generator().manual_seed(0)) > 0.3).to(DEVICE)
+    options = {"key_mask": mask, "unit_rows": UnitRows(centred, 1e-3)}
+    assert_close_to_specification(draw_map(), draw(150, 150), torch.tensor([3.0]), **options)
+
+
+def test_rows_of_zeros_have_gradients():
+    """Products are divided by their factors, which are zero here."""
+    tensors = draw(40, 40)
+    for x in tensors[:2]:
+        x[..., 3:7, :] = 0.0
+    assert_close_to_specification(draw_map(), tensors, torch.tensor([2.0]))
