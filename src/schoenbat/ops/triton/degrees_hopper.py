@@ -62,73 +62,59 @@ def shared_map(p_tiles, NUM_TILES, dtype: gl.constexpr, D: gl.constexpr, HELD: g
 
 
 @gluon.jit
-def shared_features(p_root, p_degrees, middle, last, scale, HELD: gl.constexpr):
-    """Of each group the weights of its features, ``√w scale^(degree − 1)``; of each tile what is added to projections.
+def shared_features(p_root, p_degrees, middle, last, scale, dtype: gl.constexpr):
+    """Of each group the weights of its features, ``√w scale^(degree − 1)``, and what is added to its projections.
 
-    That is 1 for features that have no factor at a level, whose directions are zeros. To all others almost nothing, so that
-    no factor is zero: products can be divided by each of them.
+    What is added is a row for each level: 1 for features that have no factor there, whose directions are zeros. To all
+    others almost nothing, so that no factor is zero: products can be divided by each of them.
     """
+    layout: gl.constexpr = in_memory(GROUP, WARPS)
     vectors: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     s_weights = gl.allocate_shared_memory(gl.float32, [2, GROUP], vectors)
-    s_added = gl.allocate_shared_memory(gl.float32, [HELD, GROUP], vectors)
+    s_added = shared_tiles(dtype, 2, NARROW, GROUP)
     for i in gl.static_range(2):
         o_f = i * GROUP + gl.arange(0, GROUP, by_column(GROUP, WARPS))
         b_degree, b_weight = gl.load(p_degrees + o_f), gl.load(p_root + o_f)
-        first, end = (0, middle) if i == 0 else (middle, last)
-        for level in range(end - first):
-            b_weight = gl.where((level > 0) & (b_degree > level), b_weight * scale, b_weight)
-            s_added.index(first + level).store(gl.where(b_degree > level, TINY, 1.0))
+        for level in range(1, middle if i == 0 else last - middle):
+            b_weight = gl.where(b_degree > level, b_weight * scale, b_weight)
         s_weights.index(i).store(b_weight)
+        o_f = i * GROUP + gl.arange(0, GROUP, gl.SliceLayout(0, layout))
+        o_level = gl.arange(0, NARROW, gl.SliceLayout(1, layout))
+        b_added = gl.where(gl.load(p_degrees + o_f)[None, :] > o_level[:, None], TINY, 1.0)
+        s_added.index(i).store(b_added.to(dtype))
     return s_weights, s_added
 
 
 @gluon.jit
-def start_two(s_x, s_tiles, i):
-    """Start the projections of two levels, [ROWS, GROUP] each."""
-    return start(s_x, s_tiles.index(i), ROWS, GROUP), start(s_x, s_tiles.index(i + 1), ROWS, GROUP)
+def start_level(s_x, s_tiles, s_added, i_tile, level):
+    """Start a level's factors, [ROWS, GROUP]: projections, and what is added to them, by a product as well.
 
-
-@gluon.jit
-def factors(b_projections, s_added, i):
-    return b_projections + s_added.index(i).load(by_column(GROUP, WARPS))[None, :]
-
-
-@gluon.jit
-def times_two(b_product, b_a, b_b, s_added, i):
-    return b_product * factors(b_a, s_added, i) * factors(b_b, s_added, i + 1)
-
-
-@gluon.jit
-def products(s_x, s_tiles, s_added, first, last, AHEAD: gl.constexpr):
-    """A group's products of projections, [ROWS, GROUP], two levels at a time.
-
-    AHEAD: the next two are under way while those that are there are multiplied, if there are registers for it; the two by
-    turns in the same ones, so that none is copied.
+    It is added last: before, it would be lost where the terms of a projection cancel.
     """
-    b_product = factors(
-        warpgroup_mma_wait(0, [start(s_x, s_tiles.index(first), ROWS, GROUP)]), s_added, first
-    )
-    i = first + 1
-    if AHEAD:
-        if last - i >= 4:
-            b_a, b_b = warpgroup_mma_wait(0, start_two(s_x, s_tiles, i))
-            for _ in range(i, last - 5, 4):
-                b_c, b_d = start_two(s_x, s_tiles, i + 2)
-                b_product = times_two(b_product, b_a, b_b, s_added, i)
-                b_c, b_d = warpgroup_mma_wait(0, [b_c, b_d])
-                b_a, b_b = start_two(s_x, s_tiles, i + 4)
-                b_product = times_two(b_product, b_c, b_d, s_added, i + 2)
-                b_a, b_b = warpgroup_mma_wait(0, [b_a, b_b])
-                i += 4
-            b_product = times_two(b_product, b_a, b_b, s_added, i)
-            i += 2
-    for _ in range(i, last - 1, 2):
-        b_a, b_b = warpgroup_mma_wait(0, start_two(s_x, s_tiles, i))
-        b_product = times_two(b_product, b_a, b_b, s_added, i)
-        i += 2
-    if i < last:
-        b_a = warpgroup_mma_wait(0, [start(s_x, s_tiles.index(i), ROWS, GROUP)])
-        b_product = b_product * factors(b_a, s_added, i)
+    layout: gl.constexpr = operand(GROUP, WARPS)
+    o_level = gl.arange(0, NARROW, gl.SliceLayout(0, layout))
+    b_own = gl.zeros([ROWS, NARROW], gl.float32, layout) + gl.where(o_level == level, 1.0, 0.0)[None, :]
+    return add(b_own.to(s_x.dtype), s_added, start(s_x, s_tiles.index(i_tile), ROWS, GROUP))
+
+
+@gluon.jit
+def two_levels(s_x, s_tiles, s_added, i_tile, level):
+    """The factors of two levels."""
+    b_a = start_level(s_x, s_tiles, s_added, i_tile, level)
+    b_b = start_level(s_x, s_tiles, s_added, i_tile + 1, level + 1)
+    return warpgroup_mma_wait(0, [b_a, b_b])
+
+
+@gluon.jit
+def products(s_x, s_tiles, s_added, first, last):
+    """A group's products of projections, [ROWS, GROUP]; two levels at a time."""
+    b_product = warpgroup_mma_wait(0, [start_level(s_x, s_tiles, s_added, first, 0)])
+    for i in range(first + 1, last - 1, 2):
+        b_a, b_b = two_levels(s_x, s_tiles, s_added, i, i - first)
+        b_product = b_product * b_a * b_b
+    if (last - first) % 2 == 0:
+        b_a = start_level(s_x, s_tiles, s_added, last - 1, last - 1 - first)
+        b_product = b_product * warpgroup_mma_wait(0, [b_a])
     return b_product
 
 
@@ -162,7 +148,7 @@ def read(
     middle, last = gl.load(p_first + 1), gl.load(p_first + 2)
 
     s_tiles = shared_map(p_tiles + i_map * NUM_TILES * D * GROUP, NUM_TILES, dtype, D, HELD)
-    s_weights, s_added = shared_features(p_root + i_map * 2 * GROUP, p_degrees, middle, last, scale, HELD)
+    s_weights, s_added = shared_features(p_root + i_map * 2 * GROUP, p_degrees, middle, last, scale, dtype)
     s_sums = shared_tiles(dtype, 2, GROUP, V)
     copy_tile(s_sums.index(0), p_sums + i_state * 2 * GROUP * V, GROUP, V)
     copy_tile(s_sums.index(1), p_sums + (i_state * 2 + 1) * GROUP * V, GROUP, V)
@@ -186,12 +172,12 @@ def read(
         fence_async_shared()
         b_logit = start(s_q, s_mean.index(0), ROWS, NARROW)
         b_logit = scale * first_column(warpgroup_mma_wait(0, [b_logit]))
-        b_phi = products(s_q, s_tiles, s_added, 0, middle, True)
+        b_phi = products(s_q, s_tiles, s_added.index(0), 0, middle)
         b_phi = (b_phi * (s_weights.index(0).load(by_column(GROUP, WARPS)) * scale)[None, :]).to(dtype)
         b_numerator = start(gl.convert_layout(b_phi, operand(V, WARPS)), s_sums.index(0), ROWS, V)
         b_total = start(gl.convert_layout(b_phi, operand(NARROW, WARPS)), s_first.index(0), ROWS, NARROW)
         b_numerator, b_total = warpgroup_mma_wait(0, [b_numerator, b_total])
-        b_phi = products(s_q, s_tiles, s_added, middle, last, True)
+        b_phi = products(s_q, s_tiles, s_added.index(1), middle, last)
         b_phi = (b_phi * (s_weights.index(1).load(by_column(GROUP, WARPS)) * scale)[None, :]).to(dtype)
         b_numerator = add(gl.convert_layout(b_phi, operand(V, WARPS)), s_sums.index(1), b_numerator)
         b_total = add(gl.convert_layout(b_phi, operand(NARROW, WARPS)), s_second.index(0), b_total)
@@ -239,7 +225,7 @@ def multiply_rows(s_rows, s_scale, V: gl.constexpr):
 
 @gluon.jit
 def store_features(s_phi, s_x, s_tiles, s_added, s_weight, scale, first, last):
-    b_phi = products(s_x, s_tiles, s_added, first, last, True)
+    b_phi = products(s_x, s_tiles, s_added, first, last)
     s_phi.store((b_phi * (s_weight.load(by_column(GROUP, WARPS)) * scale)[None, :]).to(s_phi.dtype))
 
 
@@ -272,7 +258,7 @@ def summarize(
         m_narrow.index(0).store(gl.full([ROWS, NARROW], 1.0, dtype, accumulator(NARROW, WARPS)))
     middle, last = gl.load(p_first + 1), gl.load(p_first + 2)
     s_tiles = shared_map(p_tiles + i_map * NUM_TILES * D * GROUP, NUM_TILES, dtype, D, HELD)
-    s_weights, s_added = shared_features(p_root + i_map * 2 * GROUP, p_degrees, middle, last, scale, HELD)
+    s_weights, s_added = shared_features(p_root + i_map * 2 * GROUP, p_degrees, middle, last, scale, dtype)
     s_xs, m_rows, s_phi = (
         shared_pair(dtype, D),
         shared_tile(dtype, ROWS, V),
@@ -297,8 +283,12 @@ def summarize(
             b_x, b_v = warpgroup_mma_wait(0, [b_x, b_v])
             if p_row_scale is not None:
                 multiply_rows(s_rows, s_scale, V)
-            store_features(s_phi.index(0), s_x, s_tiles, s_added, s_weights.index(0), scale, 0, middle)
-            store_features(s_phi.index(1), s_x, s_tiles, s_added, s_weights.index(1), scale, middle, last)
+            store_features(
+                s_phi.index(0), s_x, s_tiles, s_added.index(0), s_weights.index(0), scale, 0, middle
+            )
+            store_features(
+                s_phi.index(1), s_x, s_tiles, s_added.index(1), s_weights.index(1), scale, middle, last
+            )
             fence_async_shared()
             s_phi1, s_phi2 = s_phi.index(0).permute((1, 0)), s_phi.index(1).permute((1, 0))
             b_s1, b_s2 = add(s_phi1, s_rows, b_s1), add(s_phi2, s_rows, b_s2)

@@ -18,12 +18,12 @@ from schoenbat.ops.triton.degrees_hopper import (
     LENGTHS,
     ROWS,
     WARPS,
-    factors,
     products,
     shared_features,
     shared_map,
     shared_narrow,
-    start_two,
+    start_level,
+    two_levels,
 )
 from schoenbat.ops.triton.hopper import (
     LOWEST_EXPONENT,
@@ -60,16 +60,15 @@ def products_backward(b_dx, b_grad, s_x, s_tiles, s_added, first, last, D: gl.co
     dtype: gl.constexpr = s_x.dtype
     layout: gl.constexpr = operand(D, WARPS)
     for i in range(first, last - 1, 2):
-        b_a, b_b = warpgroup_mma_wait(0, start_two(s_x, s_tiles, i))
-        b_a, b_b = factors(b_a, s_added, i), factors(b_b, s_added, i + 1)
+        b_a, b_b = two_levels(s_x, s_tiles, s_added, i, i - first)
         b_share = b_grad * reciprocal(b_a * b_b)
         b_to_a = gl.convert_layout((b_share * b_b).to(dtype), layout)
         b_to_b = gl.convert_layout((b_share * b_a).to(dtype), layout)
         b_dx = add(b_to_a, s_tiles.index(i).permute((1, 0)), b_dx)
         b_dx = warpgroup_mma_wait(0, [add(b_to_b, s_tiles.index(i + 1).permute((1, 0)), b_dx)])
     if (last - first) % 2 == 1:
-        b_a = warpgroup_mma_wait(0, [start(s_x, s_tiles.index(last - 1), ROWS, GROUP)])
-        b_to_a = gl.convert_layout((b_grad * reciprocal(factors(b_a, s_added, last - 1))).to(dtype), layout)
+        b_a = warpgroup_mma_wait(0, [start_level(s_x, s_tiles, s_added, last - 1, last - 1 - first)])
+        b_to_a = gl.convert_layout((b_grad * reciprocal(b_a)).to(dtype), layout)
         b_dx = warpgroup_mma_wait(0, [add(b_to_a, s_tiles.index(last - 1).permute((1, 0)), b_dx)])
     return b_dx
 
@@ -128,7 +127,7 @@ def read_backward(
     slope = gl.load(p_coefficients + 3 * i_map + 2)
     middle, last = gl.load(p_first + 1), gl.load(p_first + 2)
     s_tiles = shared_map(p_tiles + i_map * NUM_TILES * D * GROUP, NUM_TILES, dtype, D, HELD)
-    s_weights, s_added = shared_features(p_root + i_map * 2 * GROUP, p_degrees, middle, last, scale, HELD)
+    s_weights, s_added = shared_features(p_root + i_map * 2 * GROUP, p_degrees, middle, last, scale, dtype)
     s_sums, s_totals = shared_sums(p_sums, p_totals, i_state, dtype, V)
     s_mean, s_means = (
         shared_narrow(p_key_mean + i_state * D, dtype, D),
@@ -152,11 +151,11 @@ def read_backward(
         b_logit = warpgroup_mma_wait(0, [start(s_q, s_mean.index(0), ROWS, NARROW)])
         b_logit = gl.convert_layout(scale * first_column(b_logit), by_row(GROUP, WARPS))
         # ⟨grad, numerator⟩ and the total, from features and what they are multiplied by.
-        b_one = products(s_q, s_tiles, s_added, 0, middle, False)
+        b_one = products(s_q, s_tiles, s_added.index(0), 0, middle)
         b_phi = b_one * (s_weights.index(0).load(by_column(GROUP, WARPS)) * scale)[None, :]
         b_total = constant + gl.sum(b_phi * s_totals.index(0).load(by_column(GROUP, WARPS))[None, :], axis=1)
         b_along = gl.sum(b_phi * gradient_of_features(s_g, s_sums.index(0), V), axis=1)
-        b_two = products(s_q, s_tiles, s_added, middle, last, False)
+        b_two = products(s_q, s_tiles, s_added.index(1), middle, last)
         b_phi = b_two * (s_weights.index(1).load(by_column(GROUP, WARPS)) * scale)[None, :]
         b_total += gl.sum(b_phi * s_totals.index(1).load(by_column(GROUP, WARPS))[None, :], axis=1)
         b_along += gl.sum(b_phi * gradient_of_features(s_g, s_sums.index(1), V), axis=1)
@@ -182,13 +181,13 @@ def read_backward(
         b_grad = gradient_of_features(s_g, s_sums.index(0), V) * b_inverse[:, None]
         b_grad += b_dtotal[:, None] * s_totals.index(0).load(by_column(GROUP, WARPS))[None, :]
         b_grad *= b_one * s_weights.index(0).load(by_column(GROUP, WARPS))[None, :]
-        b_dx = products_backward(b_dx, b_grad, s_q, s_tiles, s_added, 0, middle, D)
+        b_dx = products_backward(b_dx, b_grad, s_q, s_tiles, s_added.index(0), 0, middle, D)
         b_grad = gradient_of_features(s_g, s_sums.index(1), V) * b_inverse[:, None]
         b_grad += b_dtotal[:, None] * s_totals.index(1).load(by_column(GROUP, WARPS))[None, :]
         b_grad *= b_two * s_weights.index(1).load(by_column(GROUP, WARPS))[None, :]
         copy_rows(s_g, p_grad, q_start + ROWS, stride_gn, N, DV, V)
         async_copy.commit_group()
-        b_dx = products_backward(b_dx, b_grad, s_q, s_tiles, s_added, middle, last, D)
+        b_dx = products_backward(b_dx, b_grad, s_q, s_tiles, s_added.index(1), middle, last, D)
 
         # b_dx is the gradient of scale · query, on which alone everything depends.
         b_q = s_q.load(accumulator(D, WARPS)).to(gl.float32)
@@ -229,7 +228,9 @@ def key_backward(
         p_mask += i_b.to(gl.int64) * N
     middle, last = gl.load(p_first + 1), gl.load(p_first + 2)
     s_tiles = shared_map(p_tiles + i_map * NUM_TILES * D * GROUP, NUM_TILES, dtype, D, HELD)
-    s_weights, s_added = shared_features(p_root + i_map * 2 * GROUP, p_degrees, middle, last, KEY_SCALE, HELD)
+    s_weights, s_added = shared_features(
+        p_root + i_map * 2 * GROUP, p_degrees, middle, last, KEY_SCALE, dtype
+    )
     s_sums, s_totals = shared_sums(p_dsums, p_dtotals, i_state, dtype, V)
     s_dkey, s_mean = shared_copy(p_dkey_mean + i_state * D, D), shared_copy(p_value_mean + i_state * V, V)
     s_to_mean = shared_copy(p_to_mean + i_state * V, V)
@@ -258,14 +259,14 @@ def key_backward(
         for j in gl.static_range(2):
             first, end = (0, middle) if j == 0 else (middle, last)
             b_weight = s_weights.index(j).load(by_column(GROUP, WARPS))
-            b_product = products(s_k, s_tiles, s_added, first, end, False)
+            b_product = products(s_k, s_tiles, s_added.index(j), first, end)
             b_phi = (b_product * (b_weight * KEY_SCALE)[None, :]).to(dtype)
             b_dv = add(gl.convert_layout(b_phi, operand(V, WARPS)), s_sums.index(j), b_dv)
             b_dv = warpgroup_mma_wait(0, [b_dv])
             b_grad = gradient_of_features(s_v, s_sums.index(j), V)
             b_grad += s_totals.index(j).load(by_column(GROUP, WARPS))[None, :]
             b_grad *= b_product * b_weight[None, :]
-            b_dx = products_backward(b_dx, b_grad, s_k, s_tiles, s_added, first, end, D)
+            b_dx = products_backward(b_dx, b_grad, s_k, s_tiles, s_added.index(j), first, end, D)
         # What is masked gets zeros; what lies behind the end gets nothing.
         if p_mask is not None:
             b_dv = gl.where(visible(k_start, N, by_row(V, WARPS), p_mask)[:, None], b_dv, 0.0)
