@@ -10,7 +10,8 @@ Each pass of a shape is written to benchmarks/results/<gpu>.json as soon as it i
 was there of it: a row says of which revision it is, and what stands beside it was measured in the same run,
 but for packages that are not installed any more. Passes of which this revision has rows already are left
 alone, so that a run that was interrupted goes on. ``--causal`` measures causal attention alone, after its
-kernels have changed; windows in both directions share some of them, and are not among it.
+kernels have changed; windows in both directions share some of them, and are not among it. ``--only TEXT``
+measures the shapes in whose names TEXT stands, such as "unbiased" or "64, 128, exact-low".
 """
 
 import argparse
@@ -292,21 +293,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--causal", action="store_true", help="measure the passes of causal attention alone")
-    only_causal = parser.parse_args(arguments).causal
+    parser.add_argument("--only", metavar="TEXT", default="", help="measure shapes with TEXT in their names")
+    asked = parser.parse_args(arguments)
     if DEVICE.type == "cuda" and not torch.cuda.is_available():
         parser.error("PyTorch sees no GPU; benchmarks/cpu.py measures a CPU")
     console, shapes = Console(width=120), (*SHAPES, *LENGTHS, DECODING)
+    wanted = [shape for shape in shapes if asked.only in str(shape)]
+    if not wanted:
+        parser.error(f"no shape has {asked.only!r} in its name; there are: {'; '.join(map(str, shapes))}")
     name = device_name(DEVICE).lower().replace(" ", "-")
     path = Path(__file__).parent / "results" / f"{name}.json"
     found, own, speed = measured_before(path), revision(), _copy_speed()
-    for shape in track(shapes, "measuring", console=console, auto_refresh=False):
+    for shape in track(wanted, "measuring", console=console, auto_refresh=False):
         start, before = time.perf_counter(), found.setdefault(str(shape), [])
         for direction in passes_of(shape):
-            if (direction.startswith("causal") or not only_causal) and not is_of(before, direction, own):
+            if (direction.startswith("causal") or not asked.causal) and not is_of(before, direction, own):
                 found[str(shape)] = renewed(found[str(shape)], list(rows(shape, direction, speed)))
                 write(path, found, shapes)
         console.print(f"{shape}: {time.perf_counter() - start:.0f} s")
-    console.print(table([row for shape in shapes for row in found[str(shape)]]))
+    console.print(table([row for shape in wanted for row in found[str(shape)]]))
 
 
 def write(path: Path, found: dict[str, list[Row]], shapes: Sequence[Shape]) -> None:

@@ -90,3 +90,13 @@ def test_causal_passes_alone_leave_all_others_and_what_is_not_installed(gpu, mon
     assert list(after) == before
     renewed = {key for key, revision in after.items() if revision == "b"}
     assert renewed == {key for key in before if key[1] == "triton" and key[2].startswith("causal")}
+
+
+def test_only_some_shapes_are_measured_if_asked(gpu, monkeypatch, capsys):
+    passes = measuring(gpu, monkeypatch, "a")
+    gpu.main(["--causal", "--only", "unbiased"])
+    assert [direction for _, direction in passes] == [gpu.CAUSAL_FORWARD, gpu.CAUSAL_BACKWARD]
+    assert {shape.construction for shape, _ in passes} == {"unbiased"}
+    with pytest.raises(SystemExit):
+        gpu.main(["--only", "nothing"])
+    assert "no shape has 'nothing' in its name" in capsys.readouterr().err

@@ -30,6 +30,9 @@ from schoenbat.ops.triton import (
     causal_sums,
     decode,
     decode_window,
+    degrees_hopper,
+    degrees_hopper_backward,
+    launch_degrees,
     launch_hopper,
     window,
     window_backward,
@@ -96,6 +99,10 @@ ROWS = {
     "p_new_near_keys",
     "p_new_near_values",
 }
+HOPPER_CAUSAL = (
+    *(causal_hopper.sum_keys, causal_hopper.read, causal_hopper_backward.query_backward),
+    *(causal_hopper_backward.sum_queries, causal_hopper_backward.key_backward),
+)
 SHORT = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
@@ -109,6 +116,7 @@ def signature(kernel, constants, dtype):
         if name.startswith("p_"):
             decoding = kernel in (decode.step, decode_window.step)  # with a map and sums in float32
             summing = bidirectional_sums.summarize, causal_sums.accumulate, causal_sums.scan
+            summing += *HOPPER_CAUSAL, degrees_hopper.summarize
             partial = decoding or kernel in summing
             rows = name in ROWS - ({"p_tiles"} if decoding else set())
             rows = rows or (name in {"p_sums", "p_dsums"} and not partial)
@@ -232,15 +240,22 @@ def causal_cases(shape, plan):
 
 def hopper_cases():
     """What is simplest, and what takes most."""
-    shape = shape_of(64, torch.bfloat16)
-    plan = plan_of(shape, True, 128)
-    for own in ({"p_mask": None, "p_count": None, "UNIT": 0}, {"UNIT": 2, "DIM": 48, "GROUPS": 2, "MAPS": 4}):
-        constants = launch_hopper.constants(shape, plan, 8, Unit(0, 0.0)) | own
+    shape, tiles = shape_of(64, torch.bfloat16), Tiles(64, 4, 1)
+    for own in ({"p_mask": None, "p_count": None}, {"UNIT": 2, "DIM": 48, "GROUPS": 2, "MAPS": 4}):
+        plan = plan_of(shape, True, 128)
+        constants = launch_hopper.constants(shape, plan, 8, Unit()) | own
         del constants["num_warps"]
-        for kernel in (causal_hopper.sum_keys, causal_hopper.read):
-            yield kernel, shape, plan, Tiles(64, 4, 1), constants
-        for name in ("query_backward", "sum_queries", "key_backward"):
-            yield getattr(causal_hopper_backward, name), shape, plan, Tiles(64, 4, 1), constants
+        for kernel in HOPPER_CAUSAL:
+            yield kernel, shape, plan, tiles, constants
+        plan = plan_of(shape, False, 128, bidirectional=True)
+        constants = launch_degrees.constants(shape, plan, 8, Unit(), 1) | own
+        wide = tiles._replace(num_warps=constants.pop("num_warps"))
+        of_keys = {"p_row_scale": None, "p_row_weight": None, "p_mean_weight": None}
+        yield degrees_hopper.summarize, shape, plan, wide, constants | of_keys
+        yield degrees_hopper.summarize, shape, plan, wide, constants
+        yield degrees_hopper.read, shape, plan, wide, constants
+        yield degrees_hopper_backward.read_backward, shape, plan, wide, constants
+        yield degrees_hopper_backward.key_backward, shape, plan, wide, constants
 
 
 def window_cases(shape, plan):

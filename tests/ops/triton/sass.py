@@ -43,7 +43,7 @@ class Instruction(NamedTuple):
         if not found or self.name.startswith(_WRITES_NONE):
             return range(0)
         count = 1
-        if ".64" in self.name or ".WIDE" in self.name or self.name.endswith("88.2"):
+        if ".64" in self.name or ".WIDE" in self.name or self.name.endswith("88.2") or self.name == "CS2R":
             count = 2
         if ".128" in self.name or self.name.endswith("88.4"):
             count = 4

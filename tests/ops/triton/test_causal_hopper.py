@@ -73,3 +73,12 @@ def test_linear_features_may_differ_in_weight():
     features = make_map("exact-low", 64, 128, dtype=torch.float32, device=DEVICE)
     features.feature_weights[1:65] *= torch.linspace(0, 2, 64, device=DEVICE)
     assert_close_to_specification(features, draw(150, 150), torch.tensor([1.3]), is_causal=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("length", [1000, 4096, 16384 + 7])
+def test_long_sequences_on_a_gpu(length):
+    features = make_map("exact-low", 64, 128, dtype=torch.float32, device=DEVICE)
+    tensors = draw(length, length, heads=4, key_heads=2, batch=2)
+    options = {"is_causal": True, "enable_gqa": True}
+    assert_close_to_specification(features, tensors, torch.linspace(0.5, 2.5, 4), "eager", **options)

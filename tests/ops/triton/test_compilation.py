@@ -54,7 +54,7 @@ def allowed(usage):
         return SPILLED_BY_TRAINED_MAPS * (usage["width"] // 64)
     if usage["width"] > 64:
         return SPILLED_BY_WIDE_HEADS
-    if usage["kernel"].startswith("causal_hopper_backward"):
+    if "hopper" in usage["kernel"]:
         return SPILLED_BESIDE_SUMS
     if usage["kernel"] == "decode.step":
         return SPILLED_BY_DECODING
@@ -70,7 +70,7 @@ def allowed(usage):
 
 
 def test_nothing_spills_more_than_is_known(usages):
-    assert len(usages) == 121
+    assert len(usages) == 131
     for usage in usages:
         assert usage["stack"] <= allowed(usage), usage
 

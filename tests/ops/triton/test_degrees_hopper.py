@@ -78,3 +78,13 @@ def test_rows_of_zeros_have_gradients():
     for x in tensors[:2]:
         x[..., 3:7, :] = 0.0
     assert_close_to_specification(draw_map(), tensors, torch.tensor([2.0]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("length", [1000, 4096, 16384 + 7])
+def test_long_sequences_on_a_gpu(length):
+    """Of so many rows, some have projections that are zero."""
+    tensors = draw(length, length, heads=4, key_heads=2, batch=2)
+    options = {"enable_gqa": True, "unit_rows": UnitRows(True, 1e-3)}
+    scale = torch.linspace(0.5, 4.0, 4)
+    assert_close_to_specification(draw_map(), tensors, scale, "eager", **options)

@@ -36,11 +36,23 @@ def test_an_operand_that_a_loop_overwrites_is_found():
         loop(PRODUCT, WAIT, *OTHERS, "LDL.128 R128, [R1]", before=OPERAND),
         loop(PRODUCT, WAIT, *(f"MOV R{128 + i}, R{20 + i}" for i in range(4)), before=OPERAND),
         loop(*OPERAND, "@P1 BRA `(.L_x_2)", *OTHERS, ".L_x_2:", PRODUCT, WAIT),
+        loop("CS2R R128, SRZ", "CS2R R130, SRZ", PRODUCT, WAIT, *OTHERS),
         printed(*OPERAND, PRODUCT, WAIT, *OTHERS, "EXIT"),
         loop("HGMMA.64x64x16.F32.BF16 R56, gdesc[UR8].tnspB, R56, gsb0", WAIT, *OTHERS, before=OPERAND),
         "",
     ],
-    ids=["kept", "new", "loaded", "from the stack", "moved", "of two kinds", "no loop", "shared", "none"],
+    ids=[
+        "kept",
+        "new",
+        "loaded",
+        "from the stack",
+        "moved",
+        "of two kinds",
+        "zeros",
+        "no loop",
+        "shared",
+        "none",
+    ],
 )
 def test_an_operand_that_is_still_there_or_new_or_back_is_right(code):
     assert overwritten(code) == []

@@ -21,6 +21,7 @@ from schoenbat.ops.triton.hopper import (
     NARROW,
     accumulator,
     add,
+    anew,
     by_column,
     by_row,
     copy_numbers,
@@ -89,11 +90,12 @@ def shared_features(p_root, p_degrees, middle, last, scale, dtype: gl.constexpr)
 def start_level(s_x, s_tiles, s_added, i_tile, level):
     """Start a level's factors, [ROWS, GROUP]: projections, and what is added to them, by a product as well.
 
-    It is added last: before, it would be lost where the terms of a projection cancel.
+    It is added last: before, it would be lost where the terms of a projection cancel. Which row is added is said by an
+    operand that is made anew: one that is the same for all tiles might be lost (docs/kernels.md).
     """
     layout: gl.constexpr = operand(GROUP, WARPS)
-    o_level = gl.arange(0, NARROW, gl.SliceLayout(0, layout))
-    b_own = gl.zeros([ROWS, NARROW], gl.float32, layout) + gl.where(o_level == level, 1.0, 0.0)[None, :]
+    m_level = gl.arange(0, NARROW, gl.SliceLayout(0, layout)) == anew(level)
+    b_own = gl.zeros([ROWS, NARROW], gl.float32, layout) + gl.where(m_level, 1.0, 0.0)[None, :]
     return add(b_own.to(s_x.dtype), s_added, start(s_x, s_tiles.index(i_tile), ROWS, GROUP))
 
 

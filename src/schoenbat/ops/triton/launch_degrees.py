@@ -22,7 +22,8 @@ def _split(rows: int, heads: int) -> tuple[int, int]:
     return cdiv(tiles, each), each
 
 
-def _constants(shape: Shape, plan: Plan, heads: int, unit: Unit, groups: int | None = None) -> dict[str, Any]:
+def constants(shape: Shape, plan: Plan, heads: int, unit: Unit, groups: int | None = None) -> dict[str, Any]:
+    """What kernels are compiled for; `groups` of those that go through queries."""
     of_queries = {} if groups is None else {"GROUPS": groups}
     return {
         "HEADS": heads,
@@ -63,7 +64,7 @@ def summarize(
     degrees_hopper.summarize[(splits * batch * heads,)](
         *(x, rows, mask_bytes(mask), query_scale, *(by_row or (None, None, None)), *sums),
         *(*x.stride()[:3], *rows.stride()[:3], n, each, splits, key_scale, unit.eps, *_map(plan)),
-        **_constants(shape, plan, heads, unit, shape.groups),
+        **constants(shape, plan, heads, unit, shape.groups),
     )
     return sums
 
@@ -86,7 +87,7 @@ def read(
     degrees_hopper.read[(splits * heads,)](
         *(q, out, query_scale, *summary, per_map(coefficients, plan)),
         *(*q.stride()[:3], q.shape[-2], each, splits, unit.eps, *_map(plan)),
-        **_constants(shape, plan, q.shape[1], unit, shape.groups),
+        **constants(shape, plan, q.shape[1], unit, shape.groups),
     )
 
 
@@ -110,7 +111,7 @@ def read_backward(
     degrees_hopper_backward.read_backward[(splits * heads,)](
         *(q, g, grad_query, *by_row, to_scale, query_scale, *summary[:3], per_map(coefficients, plan)),
         *(*q.stride()[:3], *g.stride()[:3], q.shape[-2], each, splits, unit.eps, *_map(plan)),
-        **_constants(shape, plan, q.shape[1], unit, shape.groups),
+        **constants(shape, plan, q.shape[1], unit, shape.groups),
     )
     return grad_query, to_scale, by_row
 
@@ -136,6 +137,6 @@ def key_backward(
     degrees_hopper_backward.key_backward[(splits * heads,)](
         *(k, v, mask_bytes(mask), grad_key, grad_value, to_sums, to_totals, to_key, centre, to_value),
         *(*k.stride()[:3], *v.stride()[:3], k.shape[-2], each, splits, key_scale, unit.eps, *_map(plan)),
-        **_constants(shape, plan, k.shape[1], unit),
+        **constants(shape, plan, k.shape[1], unit),
     )
     return grad_key, grad_value

@@ -13,6 +13,8 @@ from schoenbat.ops.triton.plan import Plan
 _BLOCK = 64
 # About twice as many as there are multiprocessors: of two on one of them, one works while the other waits.
 _PROGRAMS = 264
+# Every segment adds up the sums of those before it: more than a few are worth it where each has many tiles.
+_FEW_SEGMENTS, _TILES_EACH = 8, 16
 
 
 class Segments(NamedTuple):
@@ -27,7 +29,8 @@ class Segments(NamedTuple):
     @classmethod
     def of(cls, queries: int, keys: int, heads: int) -> "Segments":
         num_tiles = max(1, cdiv(max(queries, keys), _BLOCK))
-        each = cdiv(num_tiles, max(1, min(num_tiles, _PROGRAMS // heads)))
+        most = max(_FEW_SEGMENTS, num_tiles // _TILES_EACH)
+        each = cdiv(num_tiles, max(1, min(num_tiles, most, _PROGRAMS // heads)))
         return cls(queries, keys, each, cdiv(num_tiles, each), num_tiles)
 
     @property
