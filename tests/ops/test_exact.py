@@ -159,3 +159,26 @@ def test_derivatives_of_all_kinds(kernel, is_causal):
     torch.testing.assert_close(second, bend, rtol=1e-6, atol=1e-9)
     many = torch.stack([query, query.flip(-2)])
     torch.testing.assert_close(torch.vmap(call)(many), torch.stack([call(q) for q in many]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("keys", [3, 40])
+def test_nan_queries_give_nan_rows(dtype, keys):
+    """All others stay as they are; a row without keys gives zeros all the same."""
+    query, key, value = (rows(2, 2, n, 8, seed=n, dtype=dtype) for n in (5, keys, keys))
+    mask = torch.arange(keys).expand(2, keys) < torch.tensor([[keys], [0]])
+    expected = kernelized_attention(query, key, value, key_mask=mask)
+    query[:, 0, 1, 2] = torch.nan
+    got = kernelized_attention(query, key, value, key_mask=mask)
+    expected[0, 0, 1] = torch.nan
+    torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+    assert (got[1] == 0).all()
+    assert kernelized_attention(query, key, torch.zeros_like(value))[:, 0, 1].isnan().all()
+    assert kernelized_attention(query, key, torch.zeros_like(value)).isnan().sum() == 2 * 8
+
+
+@pytest.mark.parametrize("keys", [3, 40])
+def test_logits_of_exp_beyond_the_range_are_named(keys):
+    query, key = torch.full((1, 1, 2, 4), 1e30), torch.full((1, 1, keys, 4), -1e30)
+    with pytest.raises(ValueError, match="beyond the range of"):
+        kernelized_attention(query, key, torch.ones(1, 1, keys, 4))

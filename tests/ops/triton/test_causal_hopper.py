@@ -8,6 +8,8 @@ from oracle import make_map, rows
 from schoenbat.ops.unit_rows import UnitRows
 
 pytest.importorskip("triton.experimental.gluon")
+# What a GPU runs of it are other programs than what a CPU does: there they are among the tests of GPUs.
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 
 
 @pytest.fixture(params=["one segment", "several segments"], autouse=True)
