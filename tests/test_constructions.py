@@ -323,6 +323,18 @@ def test_frames_are_uniform_and_not_biased_by_the_signs_of_qr():
     assert (outer - torch.eye(head_dim).double()).abs().max() < 4.5 * math.sqrt(2 / maps)
 
 
-def test_a_scale_beyond_float64_is_an_error_that_says_so():
-    with pytest.raises(ValueError, match=r"powers of scale 100, up to degree .*, do not fit into float64"):
+def test_a_scale_beyond_float32_is_an_error_that_says_so():
+    with pytest.raises(ValueError, match=r"powers of scale 100, up to degree .*, do not fit into float32"):
         make_plan("unbiased", kernel("exp"), 8, 16, scale=100.0)
+
+
+@pytest.mark.parametrize("num_features", [128, 1024])
+def test_a_large_radius_is_planned_as_the_same_kernel_of_radius_1(num_features):
+    """aₙ sⁿ are the same numbers; only degrees above 30, of whose powers no map is made, stay out."""
+    wide = DotProductKernel.from_expression("1/(1 - x/12)", radius=12.0)
+    plan = make_plan("unbiased", wide, 64, num_features, scale=10.8)
+    unit = make_plan("unbiased", kernel("inv"), 64, num_features, scale=0.9)
+    assert max(plan.degrees) <= 30
+    numbers = [(plan.degrees.count(n), unit.degrees.count(n)) for n in range(2, 20)]
+    assert all(abs(own - other) <= 1 + 0.1 * other for own, other in numbers)
+    assert all(1e-37 < weight < 1e37 for weight in plan.weights)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import normalize
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import schoenbat
 from schoenbat import MaclaurinFeatures, kernelized_attention, reseed, rmfa
@@ -540,6 +541,68 @@ def test_a_state_saved_with_empty_parameters_loads():
     assert all(p.numel() for p in other.parameters())
 
 
+def of_another_tail(features, **options):
+    """A map that was drawn with other degrees, and has another number of directions for them."""
+    drawn = (
+        MaclaurinFeatures(8, 30, construction="unbiased", scale=0.9, seed=s, **options) for s in range(99)
+    )
+    return next(other for other in drawn if other.tail.shape != features.tail.shape)
+
+
+def test_a_state_with_integers_for_degrees_loads():
+    features, other = (MaclaurinFeatures(8, 30, construction="paper", seed=seed) for seed in (0, 1))
+    state = features.state_dict() | {"degree_table": torch.tensor(features.degrees)}
+    for assign in (False, True):
+        other.resample(1)
+        other.load_state_dict(state, assign=assign)
+        assert state_equal(other, features)
+
+
+@pytest.mark.parametrize("spoilt", ["shape", "missing", "half of it", "elsewhere"])
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_map_is_loaded_whole_or_not_at_all(spoilt, strict):
+    """What failed elsewhere does not matter to it: torch loads all that can be loaded."""
+    features = MaclaurinFeatures(8, 30, construction="unbiased", scale=0.9, seed=0)
+    other, x = of_another_tail(features), torch.randn(2, 3, 5, 8)
+    model = nn.ModuleDict({"features": features, "linear": nn.Linear(2, 2)})
+    before, state = copy.deepcopy(features), {f"features.{n}": t for n, t in other.state_dict().items()}
+    if spoilt == "shape":
+        state["features.feature_weights"] = torch.ones(31)
+    elif spoilt == "missing":
+        del state["features.degree_table"]
+    elif spoilt == "half of it":
+        state = {"features.tail": state["features.tail"]}
+    else:
+        state["linear.weight"] = torch.ones(3, 3)
+    with pytest.raises(RuntimeError, match=r"size mismatch for (features|linear)\."):
+        model.load_state_dict(state, strict=strict)
+    expected = other if spoilt == "elsewhere" else before
+    assert state_equal(features, expected)
+    assert torch.equal(rmfa(x, x, x, features), rmfa(x, x, x, expected))
+
+
+def test_parts_of_another_map_that_lack_the_others_are_named():
+    features = MaclaurinFeatures(8, 30, construction="unbiased", scale=0.9, seed=0)
+    state = of_another_tail(features).state_dict()
+    del state["degree_table"]
+    with pytest.raises(RuntimeError, match=r"degree_table is missing beside parts of another map.*add it"):
+        features.load_state_dict(state, strict=False)
+
+
+def test_a_part_of_the_same_map_loads_alone():
+    features, other = (MaclaurinFeatures(8, 30, trainable=True, seed=seed) for seed in (0, 1))
+    features.load_state_dict(dict(other.named_parameters()), strict=False)
+    assert state_equal(features, other)
+
+
+def test_a_fixed_map_loads_into_a_trained_one_with_gains_of_1():
+    features = trained(MaclaurinFeatures(8, 30, construction="unbiased", scale=0.9, trainable=True, seed=0))
+    other, x = of_another_tail(features), torch.randn(2, 3, 5, 8)
+    assert features.load_state_dict(other.state_dict(), strict=False).missing_keys == ["gains"]
+    torch.testing.assert_close(features(x), other(x), rtol=0, atol=0)
+    assert torch.equal(features.gains, torch.ones(1, max(other.degrees) + 1))
+
+
 def test_loading_a_map_of_another_width_or_number_of_features_is_an_error():
     features = MaclaurinFeatures(8, 30, seed=0)
     with pytest.raises(RuntimeError, match="size mismatch"):
@@ -592,7 +655,6 @@ def test_a_map_follows_a_cast_to_double(options):
     single = features(x)
     features.double()
     assert all(t.dtype == torch.float64 for t in features.state_dict().values() if t.is_floating_point())
-    assert features.degree_table.dtype == torch.int64
     out = features(x.double())
     assert out.dtype == torch.float64
     torch.testing.assert_close(out.float(), single, rtol=1e-5, atol=1e-5)
@@ -852,6 +914,29 @@ def of_other_degrees(features):
 
 
 @pytest.mark.parametrize("trainable", [False, True])
+@pytest.mark.parametrize(
+    "averaging",
+    [
+        {"multi_avg_fn": get_ema_multi_avg_fn(0.9)},
+        {"avg_fn": lambda averaged, new, _: 0.9 * averaged + 0.1 * new},
+        {},
+    ],
+    ids=["ema", "own", "swa"],
+)
+def test_a_model_averaged_with_its_buffers_computes_with_the_same_map(averaging, trainable):
+    model = schoenbat.SchoenbAt(8, 2, 60, trainable_features=trainable, seed=0)
+    averaged = AveragedModel(model, use_buffers=True, **averaging)
+    for _ in range(20):
+        averaged.update_parameters(model)
+    x = torch.randn(2, 2, 5, 8)
+    assert averaged.module.features.degrees == model.features.degrees
+    torch.testing.assert_close(averaged(x, x, x), model(x, x, x))
+    loaded = schoenbat.SchoenbAt(8, 2, 60, trainable_features=trainable, seed=1)
+    loaded.load_state_dict(averaged.module.state_dict())
+    assert torch.equal(loaded(x, x, x), averaged(x, x, x))
+
+
+@pytest.mark.parametrize("trainable", [False, True])
 def test_what_is_written_into_a_map_in_place_brings_its_degrees(trainable):
     """As DDP does, which copies the first rank's parameters and buffers to all others."""
     features = MaclaurinFeatures(8, 16, construction="paper", seed=0, trainable=trainable)
@@ -881,3 +966,40 @@ def test_parts_of_two_maps_are_refused():
     features.degree_table.copy_(other.degree_table)
     with pytest.raises(ValueError, match="parts of two maps were mixed"):
         features(torch.randn(5, 64))
+
+
+@pytest.mark.parametrize("trainable", [False, True])
+def test_a_kernel_times_a_number_is_the_same_attention_where_the_floor_acts(trainable):
+    small, plain = (
+        MaclaurinFeatures(8, 12, kernel_, scale=1.0, trainable=trainable, seed=0, dtype=torch.float64)
+        for kernel_ in (from_expression("exp(x - 30)"), "exp")
+    )
+    x = normalize(torch.randn(1, 1, 20, 8, dtype=torch.float64) + 3, dim=-1)
+    value = torch.randn(1, 1, 20, 8, dtype=torch.float64)
+    torch.testing.assert_close(rmfa(-x, x, value, small), rmfa(-x, x, value, plain))
+
+
+@pytest.mark.parametrize(
+    ("formula", "construction", "words"),
+    [
+        ("exp(x + 100)", "unbiased", r"kernel 'exp\(x \+ 100\)' gives degree 0 the weight 2.68812e\+43"),
+        ("exp(x - 200)", "exact-low", r"kernel 'exp\(x - 200\)' gives degree 0 the weight 1.3839e-87"),
+        ("1 + 1e50*x**3", "unbiased", r"kernel '1 \+ 1e50\*x\*\*3' gives degree 3 the weight 1e\+50"),
+        ("1 + 1e50*x", "exact-low", r"gives degree 1 the weight 1e\+50"),
+    ],
+)
+def test_coefficients_beyond_float32_are_named(formula, construction, words):
+    kernel_ = from_expression(formula)
+    with pytest.raises(ValueError, match=words + ", which is beyond the range of torch.float32"):
+        MaclaurinFeatures(8, 30, kernel_, construction=construction)
+    MaclaurinFeatures(8, 30, kernel_, construction=construction, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("radius", [12.0, 30.0])
+def test_a_module_with_a_large_radius_is_built_with_defaults_and_finite(radius):
+    wide = from_expression(f"1/(1 - x/{radius})", radius=radius)
+    for seed in range(10):
+        torch.manual_seed(seed)
+        attention = schoenbat.SchoenbAt(8, 2, 128, wide, seed=seed)
+        assert attention(*torch.randn(3, 1, 2, 30, 8).unbind()).isfinite().all()
+        assert (attention.features.feature_weights > torch.finfo(torch.float32).tiny).all()

@@ -956,6 +956,27 @@ def test_a_compiled_module_can_be_pickled():
     assert torch.equal(other.features.tail, module.features.tail)
 
 
+@pytest.mark.parametrize("lead", [(), (1,), (2, 3), (3, 1, 2)])
+@pytest.mark.parametrize("normalization", [None, "token"])
+def test_calibrate_takes_rows_of_all_leading_dimensions_that_forward_takes(lead, normalization):
+    options = {"construction": "exact-low", "center_keys": "learned", "num_key_heads": 2, "seed": 0}
+    free, flat = (SchoenbAt(8, 4, 30, normalization=normalization, **options) for _ in range(2))
+    q, k, v = (torch.randn(*lead, heads, 10, 8) for heads in (4, 2, 2))
+    mask = torch.rand(*lead, 10) < 0.7
+    free.calibrate(q, k, v, key_mask=mask, target_scale=1.0)
+    flat_rows = (x.reshape(-1, *x.shape[-3:]) for x in (q, k, v))
+    flat.calibrate(*flat_rows, key_mask=mask.reshape(-1, 10), target_scale=1.0)
+    assert all(torch.equal(a, b) for a, b in zip(free.parameters(), flat.parameters(), strict=True))
+    assert torch.equal(free.features.quadratic, flat.features.quadratic)
+    assert free(q, k, v, key_mask=mask, enable_gqa=True).shape == q.shape
+
+
+def test_calibrate_refuses_rows_whose_leading_dimensions_differ():
+    q, k = torch.randn(2, 3, 4, 10, 8), torch.randn(3, 2, 4, 10, 8)
+    with pytest.raises(ValueError, match=r"key has leading dimensions \(3, 2\), query has \(2, 3\)"):
+        SchoenbAt(8, 4).calibrate(q, k, k)
+
+
 def test_calibrate_takes_one_mask_for_the_whole_batch():
     options = {"construction": "exact-low", "normalization": None, "center_keys": "learned", "seed": 0}
     one, each = (SchoenbAt(16, 4, 64, **options) for _ in range(2))

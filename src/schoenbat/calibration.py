@@ -1,5 +1,6 @@
 """What `SchoenbAt.calibrate` fits to the rows of a trained model, one function each; rows are normalised."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor
 
 from schoenbat.functional import kernelized_attention
+from schoenbat.inputs import arrange_mask
 
 if TYPE_CHECKING:
     from schoenbat.modules import SchoenbAt
@@ -15,6 +17,22 @@ if TYPE_CHECKING:
 _SHARES = tuple(step / 20 for step in range(1, 41))
 # A truncated series gives far keys of large logits less than their due.
 _WEIGHTS = tuple(2 ** (step / 4) for step in range(-12, 33))
+
+
+def in_one_batch(
+    query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Rows ``(..., H, n, ·)`` as ``(B, H, n, ·)``, and their mask as ``(B, n)``."""
+    batch = query.shape[:-3]
+    for name, rows in (("key", key), ("value", value)):
+        if rows.shape[:-3] != batch:
+            raise ValueError(
+                f"{name} has leading dimensions {tuple(rows.shape[:-3])}, query has {tuple(batch)}; "
+                "they must agree"
+            )
+    mask = arrange_mask("key_mask", key_mask, batch, key)
+    query, key, value = (x.reshape(math.prod(batch), *x.shape[-3:]) for x in (query, key, value))
+    return query, key, value, None if mask is None else mask[:, 0, 0, :, 0]
 
 
 def mean_row(rows: Tensor, mask: Tensor | None) -> Tensor:
@@ -31,7 +49,7 @@ def fit_centre(attention: "SchoenbAt", key: Tensor, key_mask: Tensor | None) -> 
     """A learned centre becomes the mean of all keys."""
     if attention.key_center is None:
         return
-    mask = None if key_mask is None else key_mask.expand(len(key), -1).flatten()
+    mask = None if key_mask is None else key_mask.flatten()
     by_head = key.transpose(0, 1).flatten(1, 2)  # (H, B·n, d)
     attention.key_center.copy_(mean_row(by_head, mask).squeeze(-2))
 

@@ -14,6 +14,10 @@ from torch import Generator, Tensor
 
 # Where series are cut off: no weight that counts is left here, unless a plan comes within 5 % of a radius.
 MAX_DEGREE = 300
+# The largest power of a scale: the products of rows grow with it, and weights fall with it, both in float32.
+_LARGEST_POWER = 1e32
+# The share of a kernel that may be left out with the degrees of larger powers.
+_MOST_LEFT_OUT = 0.1
 
 
 @dataclass(frozen=True)
@@ -126,23 +130,17 @@ def _spend_unbiased(
     spending: _Spending, coefficients: Tensor, head_dim: int, scale: float, generator: Generator
 ) -> dict[int, int]:
     """Spend all that is left on the degrees of `coefficients`; returns the number of features by degree."""
-    powers = scale ** torch.arange(len(coefficients), dtype=torch.float64)
-    shares = {n: share for n, share in enumerate((coefficients * powers).tolist()) if share > 0}
-    if math.isinf(sum(shares.values())):
-        raise ValueError(
-            f"the powers of scale {scale:g}, up to degree {len(powers) - 1}, do not fit into float64; choose "
-            "a smaller scale"
-        )
+    shares = _shares(coefficients, scale)
     counts = _allocate(shares, spending.left, head_dim)
     sampled: dict[int, float] = {n: share for n, share in shares.items() if n not in counts}
-    if sampled:
+    if any(sampled.values()):
         counts = _allocate(shares, spending.left - 1, head_dim)
         sampled = {n: share for n, share in shares.items() if n not in counts}
     for degree, count in counts.items():
         # The complete linear part is x itself: unit directions, not as many of norm √d.
         complete = degree == 1 and count == head_dim
         spending.add(degree, count, float(coefficients[degree]) / (1 if complete else count))
-    if sampled:
+    if any(sampled.values()):
         chances = torch.tensor(list(sampled.values()), dtype=torch.float64)
         pick = int(torch.multinomial(chances, 1, generator=generator))
         degree = list(sampled)[pick]
@@ -150,10 +148,26 @@ def _spend_unbiased(
     return counts
 
 
+def _shares(coefficients: Tensor, scale: float) -> dict[int, float]:
+    """``a_n sⁿ`` for the degrees that exist; 0 where a map cannot hold sⁿ."""
+    degrees = torch.arange(len(coefficients), dtype=torch.float64)
+    powers = scale**degrees
+    # a_n sⁿ may be small where sⁿ is beyond float64.
+    by_logarithms = (coefficients.log() + degrees * math.log(scale)).exp()
+    products = torch.where(powers.isinf(), by_logarithms, coefficients * powers)
+    held = torch.where(powers <= _LARGEST_POWER, products, 0.0)
+    if not held.sum() >= (1 - _MOST_LEFT_OUT) * products.sum():
+        raise ValueError(
+            f"the powers of scale {scale:g}, up to degree {len(powers) - 1}, do not fit into float32; choose "
+            "a smaller scale, or write the kernel for a multiple of x"
+        )
+    return {n: share for n, share in enumerate(held.tolist()) if products[n] > 0}
+
+
 def _allocate(shares: Mapping[int, float], count: int, head_dim: int) -> dict[int, int]:
     """Largest remainder; degree 1 takes at most d, which is exact, and the others share the excess."""
     total = sum(shares.values())
-    if not shares or count <= 0:
+    if not total or count <= 0:
         return {}
     if 1 in shares and count * shares[1] > head_dim * total:
         others = {n: share for n, share in shares.items() if n != 1}

@@ -1,14 +1,15 @@
 """MaclaurinFeatures: an explicit feature map of a dot-product kernel, drawn once and kept."""
 
+import copy
 import math
 import numbers
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from schoenbat.constructions import CONSTRUCTIONS, MAX_DEGREE, draw
+from schoenbat.constructions import CONSTRUCTIONS, MAX_DEGREE, Plan, draw
 from schoenbat.kernels import DotProductKernel
 from schoenbat.kernels import kernel as get_kernel
 from schoenbat.ops.blocks import Blocks, FeatureMap, monomials, weigh
@@ -18,6 +19,8 @@ from schoenbat.precision import refuse_half, without_autocast
 
 _MAPS = ("linear", "quadratic", "tail")
 _TRAINED = (*_MAPS, "gains")
+# The most that a₁ / a₀ can be in a denominator's floor: it fits into float32, and exponents end at -80.
+_STEEPEST = 1e30
 
 
 class MaclaurinFeatures(nn.Module):
@@ -44,7 +47,8 @@ class MaclaurinFeatures(nn.Module):
             d)``.
         scale: the logit scale the map is planned for (rows taken as unit rows). None: ``1 / sqrt(head_dim)``.
         trainable: make the directions, and a gain for each degree, parameters. A gain enters by its square;
-            without the constant's the denominator has no floor.
+            without the constant's the denominator has no floor. A saved map that was not trained is loaded
+            with ``strict=False``; the gains of its degrees are 1.
         seed: None draws one from torch's global generator, once. The same seed gives the same map on any
             device.
         device: where the map lives.
@@ -99,9 +103,10 @@ class MaclaurinFeatures(nn.Module):
         self.trainable = check_flag("trainable", trainable)
         self._made: dict[torch.dtype, tuple[list[tuple[Tensor, int]], FeatureMap]] = {}
         like = torch.empty(0, device=device, dtype=_map_dtype(dtype))
-        for name in (*_MAPS, "feature_weights"):
-            self._hold(name, like, self.trainable and name != "feature_weights")
-        self._hold("degree_table", like.long(), False)
+        # Degrees are kept as floats: an average of equal integers, as in a moving average of a model with its
+        # buffers, may be cut off to the one below.
+        for name in (*_MAPS, "feature_weights", "degree_table"):
+            self._hold(name, like, self.trainable and name in _MAPS)
         self.gains = nn.Parameter(like.clone()) if self.trainable else None
         self._degrees: tuple[int, ...] = ()
         self._degrees_from: tuple[Tensor, int] | None = None
@@ -120,7 +125,7 @@ class MaclaurinFeatures(nn.Module):
             known = self._degrees_from
             is_written = known is not None and known[1] != table._version and not table.is_cuda
             if known is None or known[0] is not table or is_written:
-                self._degrees, self._degrees_from = tuple(table.tolist()), (table, table._version)
+                self._degrees, self._degrees_from = degrees_in(table), (table, table._version)
         return self._degrees
 
     @degrees.setter
@@ -150,6 +155,7 @@ class MaclaurinFeatures(nn.Module):
             coefficients = self.kernel.coefficients(MAX_DEGREE)
             construct = CONSTRUCTIONS[self.construction]
             plan = construct(coefficients, self.head_dim, self.num_features, self.scale, generator)
+            self._check_range(plan, coefficients.tolist())
             drawn = draw(plan, self.head_dim, self.num_heads or 1, generator)
             for name, tensor in zip(_MAPS, drawn, strict=True):
                 self._replace(name, tensor)
@@ -158,6 +164,19 @@ class MaclaurinFeatures(nn.Module):
             if self.gains is not None:
                 self._replace("gains", torch.ones(self.num_heads or 1, max(plan.degrees) + 1))
         self.degrees = plan.degrees
+
+    def _check_range(self, plan: Plan, coefficients: Sequence[float]) -> None:
+        """What a map's dtype cannot hold: any number that is too large, a constant that is too small."""
+        dtype = self.feature_weights.dtype
+        limits = torch.finfo(dtype)
+        for degree, weight in zip(plan.degrees, plan.weights, strict=True):
+            value = max(coefficients[degree], weight)
+            if value > limits.max or (degree == 0 and coefficients[0] < limits.tiny):
+                raise ValueError(
+                    f"kernel {self.kernel.name!r} gives degree {degree} the weight {value:.6g}, which is "
+                    f"beyond the range of {dtype}; multiply the kernel by a number, which changes no "
+                    "attention, or rescale x"
+                )
 
     def _replace(self, name: str, tensor: Tensor) -> None:
         old = getattr(self, name)
@@ -265,11 +284,13 @@ class MaclaurinFeatures(nn.Module):
         weights = self._weights(dtype)
         constants = self.degrees.count(0)
         # Filled on the device, not copied to it: a copy would synchronise and break a CUDA graph's capture.
-        zeroth, first = (weights.new_full((weights.shape[0],), a) for a in self._low_coefficients)
+        constant, first = self._low_coefficients
+        zeroth = weights.new_full((weights.shape[0],), constant)
+        slope = torch.full_like(zeroth, min(first / constant, _STEEPEST))
         if self.gains is not None:
             low = nn.functional.pad(self.gains, (0, 1)).to(dtype)  # a map of constants alone has one gain
-            zeroth, first = zeroth * low[:, 0].square(), first * low[:, 1].square()
-        slope = first / zeroth.clamp(min=1e-12)
+            squares = low[:, :2].square()
+            zeroth, slope = zeroth * squares[:, 0], slope * squares[:, 1] / squares[:, 0].clamp(min=1e-12)
         coefficients = torch.stack([weights[:, :constants].sum(-1), zeroth, slope], dim=-1)
         return FeatureMap(self._blocks(dtype), weights[:, constants:], coefficients, self.scale)
 
@@ -290,14 +311,14 @@ class MaclaurinFeatures(nn.Module):
         weights = self.feature_weights.to(dtype)
         if self.gains is None:
             return weights.expand(1, -1)
-        return weights * self.gains.to(dtype).square()[:, self.degree_table]
+        return weights * self.gains.to(dtype).square()[:, _whole(self.degree_table)]
 
     def _amplitudes(self, dtype: torch.dtype) -> Tensor:
         """What a feature is multiplied by. Not the root of `_weights`: a gain of 0 would have no gradient."""
         amplitudes = self.feature_weights.to(dtype).sqrt()
         if self.gains is None:
             return amplitudes.expand(1, -1)
-        return amplitudes * self.gains.to(dtype)[:, self.degree_table]
+        return amplitudes * self.gains.to(dtype)[:, _whole(self.degree_table)]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "MaclaurinFeatures":
         """Follow every move, but refuse a cast to half precision: a map rounded once is another map."""
@@ -309,23 +330,49 @@ class MaclaurinFeatures(nn.Module):
         return {**super().__getstate__(), "_made": {}, "_degrees_from": None}
 
     def _load_from_state_dict(
-        self, state_dict: Mapping[str, Any], prefix: str, *rest: Any, **named: Any
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
     ) -> None:
-        """Take the sizes of the saved map, which may have been drawn with other degrees.
+        """Take a saved map, which may have other degrees and sizes, whole or not at all.
 
         A map of the same sizes is written into the memory of this one: a CUDA graph may be reading it.
         """
-        for name in _TRAINED:
-            saved, own = state_dict.get(prefix + name), getattr(self, name)
-            if saved is None or own is None or saved.shape == own.shape:
-                continue
-            if saved.shape[:-1] == own.shape[:-1]:
-                self._replace(name, own.new_empty(saved.shape))
-        state_dict = _as_kept(state_dict, prefix, self._buffers | self._parameters)
-        super()._load_from_state_dict(state_dict, prefix, *rest, **named)
-        table = state_dict.get(prefix + "degree_table")
-        if table is not None and table.shape == (self.num_features,) and not table.is_meta:
-            self.degrees = tuple(table.tolist())
+        own = {name: getattr(self, name) for name in self._buffers | self._parameters}
+        state_dict = _as_kept(state_dict, prefix, own)
+        saved = {name: state_dict[prefix + name] for name in own if prefix + name in state_dict}
+        degrees = self._degrees_of(saved)
+        is_other = degrees != self.degrees or any(saved[name].shape != own[name].shape for name in saved)
+        lacking = sorted(own.keys() - saved.keys() - {"gains"})
+        if is_other and lacking:
+            error_msgs.append(
+                f"{prefix}{lacking[0]} is missing beside parts of another map, which is loaded whole or not "
+                "at all: add it to the state dict"
+            )
+        rest = local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        if (is_other and lacking) or not all(_fits(name, saved[name], own[name]) for name in saved):
+            # What is wrong is found out on a copy.
+            super(MaclaurinFeatures, copy.deepcopy(self))._load_from_state_dict(state_dict, prefix, *rest)
+            return
+        if self.gains is not None and degrees != self.degrees:
+            saved.setdefault("gains", torch.ones(self.num_heads or 1, max(degrees) + 1))
+        for name in saved:
+            if saved[name].shape != own[name].shape:
+                self._replace(name, own[name].new_ones(saved[name].shape))
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        self.degrees = degrees
+
+    def _degrees_of(self, saved: Mapping[str, Tensor]) -> tuple[int, ...]:
+        """The degrees of a map that is being loaded; this one's own where it does not say."""
+        table = saved.get("degree_table")
+        if table is None or table.is_meta or table.shape != (self.num_features,):
+            return self.degrees
+        return degrees_in(table)
 
     def extra_repr(self) -> str:
         heads = "" if self.num_heads is None else f", num_heads={self.num_heads}"
@@ -337,12 +384,25 @@ class MaclaurinFeatures(nn.Module):
 
 
 def _as_kept(state_dict: Mapping[str, Any], prefix: str, names: Iterable[str]) -> dict[str, Any]:
-    """Of a state dict that was cast to half precision as a whole: integers, and numbers in float32."""
+    """Of a state dict that was cast to half precision as a whole, or has integers for degrees: in float32."""
     kept = dict(state_dict)
     for key in {prefix + name for name in names} & kept.keys():
-        dtype = torch.int64 if key.endswith("degree_table") else _map_dtype(kept[key].dtype)
-        kept[key] = kept[key].to(dtype)
+        kept[key] = kept[key].to(_map_dtype(kept[key].dtype))
     return kept
+
+
+def _fits(name: str, saved: Tensor, own: Tensor) -> bool:
+    """Whether a saved tensor can be loaded in place of a map's own: of some, the last size is free."""
+    return saved.shape == own.shape or (name in _TRAINED and saved.shape[:-1] == own.shape[:-1])
+
+
+def degrees_in(table: Tensor) -> tuple[int, ...]:
+    """The degrees that a map's table of floats stands for."""
+    return tuple(_whole(table).tolist())
+
+
+def _whole(table: Tensor) -> Tensor:
+    return table.round().long()
 
 
 def reseed(model: nn.Module, seed: int) -> None:

@@ -391,7 +391,7 @@ class SchoenbAt(WithProcessGroup):
         best seen with. Quadratic in n.
 
         Args:
-            query: ``(B, H, n, d)``, as `forward` takes them.
+            query: ``(B, H, n, d)``, or with other leading dimensions, as `forward` takes them.
             key: likewise; fewer heads if they are shared.
             value: ``(B, H, n, d_v)``.
             key_mask: bool ``(B, n)``, **True = takes part**.
@@ -408,6 +408,7 @@ class SchoenbAt(WithProcessGroup):
         """
         self._check(query, key, value)
         query, key = self._normalize(query, key, None, key_mask, track=False)
+        query, key, value, key_mask = calibration.in_one_batch(query, key, value, key_mask)
         calibration.fit_centre(self, key, key_mask)
         calibration.fit_directions(self, query, self._center(key, key_mask, is_causal), key_mask)
         if target_scale is not None:

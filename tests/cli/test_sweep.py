@@ -117,11 +117,21 @@ def test_runs_of_the_file_that_do_not_count_are_told(invoke, tmp_path):
     invoke("gather", "--runs", tmp_path / "runs", "--into", tmp_path / "known.json")
     elsewhere = ("--out", tmp_path / "other", "--known", tmp_path / "known.json", *arguments)
     known = invoke("sweep", *elsewhere, "--train-option", "steps=10")
-    assert "do not count" not in known.output
+    assert "not count" not in known.output
     assert "1 skipped, of 1" in known.output
     longer = " ".join(invoke("sweep", *elsewhere, "--train-option", "steps=20").output.split())
-    assert "1 runs of" in longer
-    assert "do not count: steps 10, not 20" in longer
+    assert "1 run of" in longer
+    assert "does not count: steps 10, not 20" in longer
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_what_is_missing_is_found_out_once(invoke, tmp_path, monkeypatch):
+    asked, look = [], sweep.is_done
+    monkeypatch.setattr(sweep, "is_done", lambda cell, options: asked.append(cell) or look(cell, options))
+    run_sweep(invoke, tmp_path, "--tasks", "text", "--attentions", "softmax")
+    asked.clear()
+    run_sweep(invoke, tmp_path, "--tasks", "text", "--attentions", "softmax")
+    assert len(asked) == 1
 
 
 @pytest.mark.usefixtures("stand_in")

@@ -2,7 +2,7 @@
 
 import signal
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from inspect import signature
 from pathlib import Path
@@ -101,8 +101,9 @@ def sweep(
             reasons = Counter(why_unknown(cell, options, runs) for cell in missing)
             for reason, count in reasons.items():
                 if reason is not None:
-                    console.print(f"{count} runs of {known} do not count: {reason}", highlight=False)
-    if not _show(options):
+                    run, do = ("run", "does") if count == 1 else ("runs", "do")
+                    console.print(f"{count} {run} of {known} {do} not count: {reason}", highlight=False)
+    if not _show(options, missing):
         raise typer.Exit(1)
 
 
@@ -155,7 +156,10 @@ def table(
         Path, typer.Option(help="Directory for lra-table.md and lra-table.json.", callback=place_for_files)
     ] = Path("out"),
 ) -> None:
-    """Accuracy, time and memory of all runs by task and attention, beside the paper's figures."""
+    """Accuracy, time and memory of all runs by task and attention, beside the paper's figures.
+
+    Attentions have the names of 'lra sweep --group'; the files have them in full, with more of each.
+    """
     from schoenbat.files import write_atomically
     from schoenbat.report.lra import collect
     from schoenbat.report.lra_tables import accuracy_table, cost_table, markdown
@@ -164,6 +168,7 @@ def table(
     with explained():
         collected = collect(runs)
     console.print(accuracy_table(collected))
+    console.print()
     console.print(cost_table(collected))
     for note in collected.notes:
         console.print(f"• {escape(note)}", highlight=False)
@@ -175,15 +180,15 @@ def table(
     print_files(files)
 
 
-def _show(options: "SweepOptions") -> bool:
-    """Run a sweep under the eyes of the user; whether nothing failed."""
+def _show(options: "SweepOptions", missing: "Sequence[Cell]") -> bool:
+    """Run the missing cells of a sweep under the eyes of the user; whether nothing failed."""
     from schoenbat.training import sweep as training
 
     counts = dict.fromkeys((training.Finished, training.Failed, training.Skipped), 0)
     with progress_bar() as progress, _termination_as_interruption():
         view = _View(progress, options)
         try:
-            with closing(training.run(options)) as events:
+            with closing(training.run(options, missing=missing)) as events:
                 for event in events:
                     view.show(event)
                     if type(event) in counts:

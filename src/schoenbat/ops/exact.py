@@ -72,7 +72,20 @@ def _softmax(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, 
     out = F.scaled_dot_product_attention(
         q, k, v, attn_mask=None if visible is None else visible[:, 0], scale=scale, enable_gqa=groups > 1
     )
-    return out.unflatten(1, (-1, groups))
+    return _with_nan(out.unflatten(1, (-1, groups)), query, key, scale)
+
+
+def _with_nan(out: Tensor, query: Tensor, key: Tensor, scale: float) -> Tensor:
+    """`out` with NaN where PyTorch gives zeros on a CPU: for rows of which no logit is a number that fits."""
+    if out.device.type != "cpu" or not key.numel() or not is_concrete(out, query, key):
+        return out
+    zeros = out.detach()[..., :1] == 0
+    if not zeros.any():
+        return out
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    largest = key.detach().abs().amax((-2, -1), keepdim=True).to(dtype)
+    bound = query.detach().abs().sum(-1, keepdim=True, dtype=dtype) * largest * abs(scale)
+    return torch.where((out == 0).all(-1, keepdim=True) & ~bound.isfinite(), torch.nan, out)
 
 
 def _dense(

@@ -1,24 +1,70 @@
 """The Long Range Arena as tables for a terminal, and the same in Markdown."""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from rich.markup import escape
+from rich.padding import Padding
 from rich.table import Table
 
+from schoenbat.experiments.groups import label_of
 from schoenbat.report.lra import LEFT_CHANCE, NAIVE, SDPA, LraRow, LraTable, Spread
 from schoenbat.report.markdown import NOT_MEASURED
 from schoenbat.report.markdown import table as markdown_table
 from schoenbat.report.tables import plain_table
 
+_COST_CAPTION = (
+    f"over naive, over SDPA: time over that of {NAIVE} and of {SDPA}; paper: the paper's time over its "
+    "softmax and its memory; MiB: peak"
+)
+
 
 def accuracy_table(table: LraTable) -> Table:
-    """Accuracies for a terminal of 100 columns."""
-    return _accuracies(table).as_rich()
+    """Accuracies for a terminal of 80 columns; `markdown` has all that is known."""
+    shown = _terminal_table("Long Range Arena: accuracy on test in %", "n", "test", "last", "paper", "−")
+    shown.caption = (
+        "n: seeds; test: of the checkpoint with the best validation accuracy; ±: sample deviation over "
+        "seeds; last: after the last step; −: test minus paper"
+    )
+    for rows in _sections(table):
+        trained = [row for row in rows if row.accuracy or row.last_accuracy]
+        if trained:
+            _add_section(shown, [(row, _short_accuracy_cells(row)) for row in trained])
+            for name, share in _floors(rows[0]):
+                shown.add_row(f"  ({name})", "", f"{100 * share:.2f}")
+            shown.add_section()
+    return shown
 
 
 def cost_table(table: LraTable) -> Table:
-    """Time and memory for a terminal of 100 columns."""
-    return _costs(table).as_rich()
+    """Time and memory for a terminal of 80 columns; `markdown` has all that is known."""
+    headings = "ms", "/ naive", "paper", "/ SDPA", "MiB", "paper"
+    shown = _terminal_table(_cost_title(table), *headings)
+    shown.caption = _COST_CAPTION.replace("over naive, over SDPA", "/ naive, / SDPA")
+    for rows in _sections(table):
+        _add_section(shown, [(row, _cost_cells(row)[2:-1]) for row in rows if _has_cost(row)])
+        shown.add_section()
+    return shown
+
+
+def _terminal_table(title: str, *headings: str) -> Table:
+    table = plain_table(title)
+    table.show_edge = table.pad_edge = False
+    table.add_column("attention", overflow="fold")
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
+
+
+def _add_section(table: Table, lines: Sequence[tuple[LraRow, Sequence[str]]]) -> None:
+    """A task's name, and below it a line for each attention, by the name that people read."""
+    if lines:
+        table.add_row(lines[0][0].task, style="bold")
+    for row, cells in lines:
+        # A long name breaks between its options.
+        name = escape(re.sub(r",(?! )", ", ", label_of(row.attention)))
+        table.add_row(Padding(name, (0, 0, 0, 2)), *cells)
 
 
 def markdown(table: LraTable) -> str:
@@ -31,46 +77,21 @@ def markdown(table: LraTable) -> str:
 
 @dataclass(frozen=True)
 class _Grid:
-    """A table's words, for a terminal and for Markdown: the first two columns are task and attention."""
+    """A table's words in Markdown: the first two columns are task and attention."""
 
     title: str
     headings: tuple[str, ...]
     sections: tuple[tuple[tuple[str, ...], ...], ...]
     caption: str
 
-    def as_rich(self) -> Table:
-        table = plain_table(self.title)
-        table.caption = self.caption
-        table.add_column(self.headings[0], max_width=10)
-        table.add_column(self.headings[1], overflow="fold")
-        for heading in self.headings[2:]:
-            table.add_column(heading, justify="right", no_wrap=True)
-        for section in self.sections:
-            for index, (task, attention, *cells) in enumerate(section):
-                # A long name breaks between its options.
-                table.add_row("" if index else task, attention.replace(",", ", "), *cells)
-            table.add_section()
-        return table
-
     def as_markdown(self) -> str:
-        headings = [heading.replace("\n", " ").strip() for heading in self.headings]
         lines = [row for section in self.sections for row in section]
-        rows = markdown_table(headings, lines, [column > 1 for column in range(len(headings))])
+        rows = markdown_table(self.headings, lines, [column > 1 for column in range(len(self.headings))])
         return f"## {self.title}\n\n{rows}\n\n{self.caption}\n"
 
 
 def _accuracies(table: LraTable) -> _Grid:
-    headings = (
-        "task",
-        "attention",
-        "seeds",
-        "steps",
-        "test %",
-        "last step\n%",
-        "left\n50 %",
-        "paper\n%",
-        "−",
-    )
+    headings = "task", "attention", "seeds", "steps", "test %", "last step %", "left 50 %", "paper %", "−"
     return _Grid(
         "Long Range Arena: accuracy on test",
         headings,
@@ -87,10 +108,24 @@ def _accuracies(table: LraTable) -> _Grid:
     )
 
 
+def _short_accuracy_cells(row: LraRow) -> tuple[str, ...]:
+    last = None if row.last_accuracy is None else row.last_accuracy.mean
+    return (
+        str(row.seeds or ""),
+        percent(row.accuracy),
+        number(last, ".2f", 100),
+        number(row.paper_accuracy, ".2f", 100),
+        _difference(row),
+    )
+
+
+def _difference(row: LraRow) -> str:
+    if not row.accuracy or row.paper_accuracy is None:
+        return ""
+    return f"{100 * (row.accuracy.mean - row.paper_accuracy):+.2f}"
+
+
 def _accuracy_cells(row: LraRow) -> tuple[str, ...]:
-    difference = None
-    if row.accuracy and row.paper_accuracy is not None:
-        difference = row.accuracy.mean - row.paper_accuracy
     return (
         row.task,
         row.attention,
@@ -99,27 +134,35 @@ def _accuracy_cells(row: LraRow) -> tuple[str, ...]:
         percent(row.accuracy),
         percent(row.last_accuracy),
         "" if row.left_chance is None else f"{row.left_chance:.0%}",
-        NOT_MEASURED if row.paper_accuracy is None else f"{100 * row.paper_accuracy:.2f}",
-        "" if difference is None else f"{100 * difference:+.2f}",
+        number(row.paper_accuracy, ".2f", 100),
+        _difference(row),
     )
 
 
 def _floor_cells(row: LraRow, width: int) -> Iterator[tuple[str, ...]]:
-    """What is reached without reading; averages have no such row."""
+    for name, share in _floors(row):
+        yield row.task, f"({name})", "", "", f"{100 * share:.2f}", *[""] * (width - 5)
+
+
+def _floors(row: LraRow) -> Iterator[tuple[str, float]]:
+    """What is reached without reading; averages have no such share."""
     for name, share in (("most frequent label", row.majority), ("citation count alone", row.citations)):
         if share is not None:
-            yield row.task, f"({name})", "", "", f"{100 * share:.2f}", *[""] * (width - 5)
+            yield name, share
 
 
 def _costs(table: LraTable) -> _Grid:
-    device = f"on {table.timed_on}" if table.timed_on else "not timed"
     return _Grid(
-        f"Long Range Arena: a training step, {device}",
-        ("task", "attention", "ms", "over\nnaive", "paper", "over\nSDPA", "MiB", "paper\nMB", "parameters"),
+        _cost_title(table),
+        ("task", "attention", "ms", "over naive", "paper", "over SDPA", "MiB", "paper MB", "parameters"),
         tuple(tuple(_cost_cells(row) for row in rows if _has_cost(row)) for rows in _sections(table)),
-        f"over naive, over SDPA: time over that of {NAIVE} and of {SDPA}; paper: the paper's time over its "
-        "softmax and its memory; MiB: peak",
+        _COST_CAPTION,
     )
+
+
+def _cost_title(table: LraTable) -> str:
+    device = f"on {table.timed_on}" if table.timed_on else "not timed"
+    return f"Long Range Arena: a training step, {device}"
 
 
 def _has_cost(row: LraRow) -> bool:

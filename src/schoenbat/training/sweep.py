@@ -10,7 +10,7 @@ import signal
 import subprocess  # nosec B404 - a sweep is made of processes
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -108,17 +108,20 @@ def unfinished(options: SweepOptions) -> list[Cell]:
     return [cell for cell in options.cells if not (is_done(cell, options) or is_known(cell, options, known))]
 
 
-def run(options: SweepOptions, command: Command | None = None) -> Generator[Event, None, None]:
+def run(
+    options: SweepOptions, command: Command | None = None, missing: Sequence[Cell] | None = None
+) -> Generator[Event, None, None]:
     """Run the cells that are not done, those first that were begun, and tell what happens.
 
     A cell that fails stops no other and is not tried again. However the iteration ends (at the end of the
     budget, closed, or by an exception such as Ctrl-C), the running cells are asked to end, and ended by force
-    after `GRACE` seconds. ``command`` gives a cell's command line in place of `train_command`.
+    after `GRACE` seconds. ``command`` gives a cell's command line in place of `train_command`; ``missing`` is
+    what `unfinished` gave, where it was asked already.
     """
     budget = options.budget
     deadline = time.monotonic() + budget
     stop_at = deadline - min(GRACE, budget / 4)
-    missing = unfinished(options)
+    missing = unfinished(options) if missing is None else missing
     yield from (Skipped(cell, DONE) for cell in options.cells if cell not in missing)
     waiting = deque(_begun_first(missing, options.out))
     running: list[_Process] = []

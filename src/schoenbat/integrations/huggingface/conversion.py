@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
-from schoenbat.features import reseed
+from schoenbat.features import degrees_in, reseed
 from schoenbat.integrations.huggingface import layers
 from schoenbat.integrations.huggingface.attention import attend
 from schoenbat.integrations.huggingface.masks import compact_mask
@@ -285,4 +285,4 @@ def _fill(module: nn.Module, attention: SchoenbAt, options: Mapping[str, Any]) -
             tensor.copy_(fresh[name])
     table = attention.features.degree_table
     if not table.is_meta:
-        attention.features.degrees = tuple(table.tolist())
+        attention.features.degrees = degrees_in(table)
