@@ -24,7 +24,8 @@ from schoenbat.ops.triton import (
     bidirectional_sums,
     causal,
     causal_hopper,
-    causal_hopper_backward,
+    causal_hopper_keys,
+    causal_hopper_queries,
     causal_keys,
     causal_map,
     causal_sums,
@@ -100,8 +101,8 @@ ROWS = {
     "p_new_near_values",
 }
 HOPPER_CAUSAL = (
-    *(causal_hopper.sum_keys, causal_hopper.read, causal_hopper_backward.query_backward),
-    *(causal_hopper_backward.sum_queries, causal_hopper_backward.key_backward),
+    *(causal_hopper.sum_keys, causal_hopper.read, causal_hopper_queries.query_backward),
+    *(causal_hopper_keys.sum_queries, causal_hopper_keys.key_backward),
 )
 SHORT = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
@@ -120,6 +121,8 @@ def signature(kernel, constants, dtype):
             partial = decoding or kernel in summing
             rows = name in ROWS - ({"p_tiles"} if decoding else set())
             rows = rows or (name in {"p_sums", "p_dsums"} and not partial)
+            # Key heads that several query heads share get their gradients in float32, to be added up.
+            rows = rows and not (name in {"p_dkey", "p_dvalue"} and constants.get("GROUPS", 1) > 1)
             types[name] = f"*{INTEGERS.get(name, dtype if rows else 'fp32')}"
         else:
             types[name] = "fp32" if name in {"KEY_SCALE", "EPS"} else "i32"

@@ -5,6 +5,7 @@ import torch
 from ops.triton.specification import DEVICE, assert_close_to_specification
 from oracle import make_map, rows
 
+from schoenbat import rmfa
 from schoenbat.ops.unit_rows import UnitRows
 
 pytest.importorskip("triton.experimental.gluon")
@@ -17,7 +18,8 @@ def passes(request, monkeypatch):
     """The passes that were run by these kernels."""
     from schoenbat.ops.triton import (
         causal_hopper,
-        causal_hopper_backward,
+        causal_hopper_keys,
+        causal_hopper_queries,
         hopper,
         hopper_calls,
         launch_hopper,
@@ -26,7 +28,7 @@ def passes(request, monkeypatch):
     if DEVICE == "cpu":
         from ops.triton.gluon_emulation import emulate
 
-        emulate(monkeypatch, [hopper, causal_hopper, causal_hopper_backward])
+        emulate(monkeypatch, [hopper, causal_hopper, causal_hopper_queries, causal_hopper_keys])
         monkeypatch.setattr(hopper_calls, "has_kernels", lambda device: True)
     monkeypatch.setattr(launch_hopper, "_PROGRAMS", 1 if request.param == "one segment" else 10_000)
     run = []
@@ -45,7 +47,7 @@ def draw(queries, keys, heads=1, key_heads=None, dim=64, value_dim=None, batch=1
     return [rows(batch, *shape, seed=i, dtype=torch.bfloat16) for i, shape in enumerate(shapes)]
 
 
-@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (64, 64), (150, 150), (70, 200), (200, 70)])
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (64, 64), (150, 150), (110, 200), (200, 110)])
 def test_matches_the_specification(queries, keys):
     """The last query is beside the last key."""
     features = make_map("exact-low", 64, 128, dtype=torch.float32, device=DEVICE)
@@ -84,3 +86,16 @@ def test_long_sequences_on_a_gpu(length):
     tensors = draw(length, length, heads=4, key_heads=2, batch=2)
     options = {"is_causal": True, "enable_gqa": True}
     assert_close_to_specification(features, tensors, torch.linspace(0.5, 2.5, 4), "eager", **options)
+
+
+def test_a_gradient_may_begin_anywhere():
+    """As that of a part of a flat tensor does: it is contiguous, and not aligned."""
+    features = make_map("exact-low", 64, 128, dtype=torch.float32, device=DEVICE)
+    inputs = [x.to(DEVICE).requires_grad_() for x in draw(70, 70)]
+    others = torch.zeros(3, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    out = rmfa(*inputs, features, is_causal=True, implementation="triton")
+    torch.cat([others, out.flatten()]).square().sum().backward()
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    rmfa(*exact, features, is_causal=True, implementation="reference").square().sum().backward()
+    for got, right in zip(inputs, exact, strict=True):
+        assert (got.grad.double() - right.grad).norm() < 3e-2 * right.grad.norm()

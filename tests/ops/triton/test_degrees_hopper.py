@@ -16,7 +16,6 @@ pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 def passes(request, monkeypatch):
     """The passes that were run by these kernels."""
     from schoenbat.ops.triton import (
-        causal_hopper,
         degrees_hopper,
         degrees_hopper_backward,
         hopper,
@@ -27,7 +26,7 @@ def passes(request, monkeypatch):
     if DEVICE == "cpu":
         from ops.triton.gluon_emulation import emulate
 
-        emulate(monkeypatch, [hopper, causal_hopper, degrees_hopper, degrees_hopper_backward])
+        emulate(monkeypatch, [hopper, degrees_hopper, degrees_hopper_backward])
         monkeypatch.setattr(hopper_calls, "has_kernels", lambda device: True)
     monkeypatch.setattr(
         launch_degrees, "_PROGRAMS", 1 if request.param == "one program to a head" else 10_000

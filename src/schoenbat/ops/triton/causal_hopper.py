@@ -26,19 +26,20 @@ from schoenbat.ops.triton.hopper import (
     by_row,
     copy_rows,
     copy_tile,
+    in_two_columns,
     make_unit,
     operand,
+    row_sums,
     shared_pair,
     shared_tile,
     shared_vector,
-    split_in_two,
     start,
     store_rows,
     visible,
 )
 
 # What depends on the length of a sequence: no kernel is compiled again for another length.
-LENGTHS = ("N", "N_QUERY", "N_KEY", "FIRST", "FIRST_QUERY", "FIRST_KEY", "TILES", "SEGMENTS", "NUM_TILES")
+LENGTHS = ("N_QUERY", "N_KEY", "FIRST_QUERY", "FIRST_KEY", "TILES", "SEGMENTS", "NUM_TILES")
 
 
 @gluon.jit
@@ -86,21 +87,6 @@ def store_sums(p, b_s1, b_s2, b_z1, b_z2, b_zv, D: gl.constexpr, F: gl.constexpr
 
 
 @gluon.jit
-def in_two_columns(b_vector, dtype: gl.constexpr, FIRST: gl.constexpr):
-    """A vector as a narrow operand: two columns that add up to it, from FIRST on, and zeros."""
-    o = gl.arange(0, NARROW, by_column(NARROW, gl.num_warps()))[None, :]
-    b_high, b_low = split_in_two(b_vector, dtype)
-    b_high, b_low = b_high.to(gl.float32)[:, None], b_low.to(gl.float32)[:, None]
-    return gl.where(o == FIRST, b_high, gl.where(o == FIRST + 1, b_low, 0.0)).to(dtype)
-
-
-@gluon.jit
-def first_column(b_narrow):
-    """Of a narrow product whose other columns are zero."""
-    return gl.sum(b_narrow, axis=1)
-
-
-@gluon.jit
 def add_keys(b_s1, b_s2, s_k, s_phi, s_v, s_one, D: gl.constexpr, F: gl.constexpr, V: gl.constexpr):
     """Start to add a tile of keys and values to two sums; and what it adds to the three others, as narrow products."""
     s_k, s_phi = s_k.permute((1, 0)), s_phi.permute((1, 0))
@@ -143,7 +129,7 @@ def pairs_of_rows(s_x, s_left, s_right, s_root, scale, F: gl.constexpr):
 @gluon.jit(do_not_specialize=LENGTHS)
 def sum_keys(
     p_key, p_value, p_mask, p_sums, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-    N_KEY, FIRST_KEY, TILES, SEGMENTS, NUM_TILES, KEY_SCALE, EPS, p_tiles, p_root,
+    N_KEY, FIRST_KEY, TILES, SEGMENTS, KEY_SCALE, EPS, p_tiles, p_root,
     HEADS: gl.constexpr, MAPS: gl.constexpr, UNIT: gl.constexpr,
     DIM: gl.constexpr, DV: gl.constexpr, D: gl.constexpr, V: gl.constexpr, F: gl.constexpr,
 ):  # fmt: skip
@@ -183,7 +169,7 @@ def sum_keys(
         b_s1, b_s2, b_1, b_2, b_v = warpgroup_mma_wait(
             0, add_keys(b_s1, b_s2, s_k, s_phi, s_v, s_one, D, F, V)
         )
-        b_z1, b_z2, b_zv = b_z1 + first_column(b_1), b_z2 + first_column(b_2), b_zv + first_column(b_v)
+        b_z1, b_z2, b_zv = b_z1 + row_sums(b_1), b_z2 + row_sums(b_2), b_zv + row_sums(b_v)
     async_copy.wait_group(0)
     i_out = (i_bh * SEGMENTS + i_segment).to(gl.int64)
     store_sums(p_sums + i_out * size_of_sums(D, F, V), b_s1, b_s2, b_z1, b_z2, b_zv, D, F, V)
@@ -338,7 +324,7 @@ def read(
         b_numerator, b_s1, b_s2, b_1, b_2, b_v = warpgroup_mma_wait(
             0, [b_numerator, b_s1, b_s2, b_1, b_2, b_v]
         )
-        b_z1, b_z2, b_zv = b_z1 + first_column(b_1), b_z2 + first_column(b_2), b_zv + first_column(b_v)
+        b_z1, b_z2, b_zv = b_z1 + row_sums(b_1), b_z2 + row_sums(b_2), b_zv + row_sums(b_v)
         m_q = visible(q_start, N_QUERY, by_row(BLOCK))
         o_row = i_out + q_start + o_q
         gl.store(p_inverse + o_row, b_inverse, mask=m_q)

@@ -15,7 +15,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from schoenbat.ops.triton.causal_hopper import first_column, in_two_columns
 from schoenbat.ops.triton.hopper import (
     LOWEST_EXPONENT,
     NARROW,
@@ -28,8 +27,10 @@ from schoenbat.ops.triton.hopper import (
     copy_rows,
     copy_tile,
     in_memory,
+    in_two_columns,
     make_unit,
     operand,
+    row_sums,
     shared_pair,
     shared_tile,
     shared_tiles,
@@ -129,6 +130,14 @@ def shared_narrow(p, dtype: gl.constexpr, SIZE: gl.constexpr):
     return s_narrow
 
 
+@gluon.jit
+def shared_copy(p, SIZE: gl.constexpr):
+    """A vector by column."""
+    s_vector = shared_vector(SIZE)
+    s_vector.store(gl.load(p + gl.arange(0, SIZE, by_column(SIZE, WARPS))))
+    return s_vector
+
+
 @gluon.jit(do_not_specialize=LENGTHS)
 def read(
     p_query, p_out, p_scale, p_sums, p_totals, p_key_mean, p_value_mean, p_coefficients,
@@ -157,8 +166,7 @@ def read(
     s_first = shared_narrow(p_totals + i_state * 2 * GROUP, dtype, GROUP)
     s_second = shared_narrow(p_totals + (i_state * 2 + 1) * GROUP, dtype, GROUP)
     s_mean = shared_narrow(p_key_mean + i_state * D, dtype, D)
-    s_value = shared_vector(V)
-    s_value.store(gl.load(p_value_mean + i_state * V + gl.arange(0, V, by_column(V, WARPS))))
+    s_value = shared_copy(p_value_mean + i_state * V, V)
     s_queries = shared_pair(dtype, D)
     first_tile = i_split * TILES
     num_here = gl.minimum(TILES, (N + ROWS - 1) // ROWS - first_tile)
@@ -173,7 +181,7 @@ def read(
         make_unit(s_q, EPS, UNIT, DIM, D)
         fence_async_shared()
         b_logit = start(s_q, s_mean.index(0), ROWS, NARROW)
-        b_logit = scale * first_column(warpgroup_mma_wait(0, [b_logit]))
+        b_logit = scale * row_sums(warpgroup_mma_wait(0, [b_logit]))
         b_phi = products(s_q, s_tiles, s_added.index(0), 0, middle)
         b_phi = (b_phi * (s_weights.index(0).load(by_column(GROUP, WARPS)) * scale)[None, :]).to(dtype)
         b_numerator = start(gl.convert_layout(b_phi, operand(V, WARPS)), s_sums.index(0), ROWS, V)
@@ -185,9 +193,9 @@ def read(
         b_total = add(gl.convert_layout(b_phi, operand(NARROW, WARPS)), s_second.index(0), b_total)
         b_numerator, b_total = warpgroup_mma_wait(0, [b_numerator, b_total])
 
-        b_total = first_column(b_total) + constant
-        b_exponent = gl.minimum(gl.maximum(slope * b_logit, LOWEST_EXPONENT), 0.0)
-        b_floored = gl.maximum(b_total, zeroth * gl.exp(b_exponent))
+        b_total = row_sums(b_total) + constant
+        b_floor = zeroth * gl.exp(gl.minimum(gl.maximum(slope * b_logit, LOWEST_EXPONENT), 0.0))
+        b_floored = gl.where(b_total < b_floor, b_floor, b_total)
         # One that overflows shows as NaN, where a quotient of zero would pass for v̄.
         b_inverse = gl.where(b_floored == float("inf"), float("nan"), 1.0 / b_floored)
         b_inverse = gl.convert_layout(b_inverse, by_row(V, WARPS))

@@ -12,13 +12,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from schoenbat.ops.triton.causal_hopper import first_column
 from schoenbat.ops.triton.degrees_hopper import (
     GROUP,
     LENGTHS,
     ROWS,
     WARPS,
     products,
+    shared_copy,
     shared_features,
     shared_map,
     shared_narrow,
@@ -37,6 +37,7 @@ from schoenbat.ops.triton.hopper import (
     in_memory,
     make_unit,
     operand,
+    row_sums,
     shared_pair,
     shared_tile,
     shared_tiles,
@@ -87,15 +88,7 @@ def shared_sums(p_sums, p_totals, i_state, dtype: gl.constexpr, V: gl.constexpr)
 
 
 @gluon.jit
-def shared_copy(p, SIZE: gl.constexpr):
-    """A vector by column."""
-    s_vector = shared_vector(SIZE)
-    s_vector.store(gl.load(p + gl.arange(0, SIZE, by_column(SIZE, WARPS))))
-    return s_vector
-
-
-@gluon.jit
-def gradient_of_features(s_rows, s_sums, V: gl.constexpr):
+def gradient_of_features(s_rows, s_sums):
     """⟨row, sum⟩ for the features of a group."""
     return warpgroup_mma_wait(0, [start(s_rows, s_sums.permute((1, 0)), ROWS, GROUP)])
 
@@ -149,16 +142,16 @@ def read_backward(
         make_unit(s_q, EPS, UNIT, DIM, D, s_factor)
         fence_async_shared()
         b_logit = warpgroup_mma_wait(0, [start(s_q, s_mean.index(0), ROWS, NARROW)])
-        b_logit = gl.convert_layout(scale * first_column(b_logit), by_row(GROUP, WARPS))
+        b_logit = gl.convert_layout(scale * row_sums(b_logit), by_row(GROUP, WARPS))
         # ⟨grad, numerator⟩ and the total, from features and what they are multiplied by.
         b_one = products(s_q, s_tiles, s_added.index(0), 0, middle)
         b_phi = b_one * (s_weights.index(0).load(by_column(GROUP, WARPS)) * scale)[None, :]
         b_total = constant + gl.sum(b_phi * s_totals.index(0).load(by_column(GROUP, WARPS))[None, :], axis=1)
-        b_along = gl.sum(b_phi * gradient_of_features(s_g, s_sums.index(0), V), axis=1)
+        b_along = gl.sum(b_phi * gradient_of_features(s_g, s_sums.index(0)), axis=1)
         b_two = products(s_q, s_tiles, s_added.index(1), middle, last)
         b_phi = b_two * (s_weights.index(1).load(by_column(GROUP, WARPS)) * scale)[None, :]
         b_total += gl.sum(b_phi * s_totals.index(1).load(by_column(GROUP, WARPS))[None, :], axis=1)
-        b_along += gl.sum(b_phi * gradient_of_features(s_g, s_sums.index(1), V), axis=1)
+        b_along += gl.sum(b_phi * gradient_of_features(s_g, s_sums.index(1)), axis=1)
 
         b_exponent = slope * b_logit
         b_floor = zeroth * gl.exp(gl.minimum(gl.maximum(b_exponent, LOWEST_EXPONENT), 0.0))
@@ -178,11 +171,11 @@ def read_backward(
         b_dx = (
             gl.convert_layout(b_dmean, by_row(D, WARPS))[:, None] * s_means.load(by_column(D, WARPS))[None, :]
         )
-        b_grad = gradient_of_features(s_g, s_sums.index(0), V) * b_inverse[:, None]
+        b_grad = gradient_of_features(s_g, s_sums.index(0)) * b_inverse[:, None]
         b_grad += b_dtotal[:, None] * s_totals.index(0).load(by_column(GROUP, WARPS))[None, :]
         b_grad *= b_one * s_weights.index(0).load(by_column(GROUP, WARPS))[None, :]
         b_dx = products_backward(b_dx, b_grad, s_q, s_tiles, s_added.index(0), 0, middle, D)
-        b_grad = gradient_of_features(s_g, s_sums.index(1), V) * b_inverse[:, None]
+        b_grad = gradient_of_features(s_g, s_sums.index(1)) * b_inverse[:, None]
         b_grad += b_dtotal[:, None] * s_totals.index(1).load(by_column(GROUP, WARPS))[None, :]
         b_grad *= b_two * s_weights.index(1).load(by_column(GROUP, WARPS))[None, :]
         copy_rows(s_g, p_grad, q_start + ROWS, stride_gn, N, DV, V)
@@ -263,7 +256,7 @@ def key_backward(
             b_phi = (b_product * (b_weight * KEY_SCALE)[None, :]).to(dtype)
             b_dv = add(gl.convert_layout(b_phi, operand(V, WARPS)), s_sums.index(j), b_dv)
             b_dv = warpgroup_mma_wait(0, [b_dv])
-            b_grad = gradient_of_features(s_v, s_sums.index(j), V)
+            b_grad = gradient_of_features(s_v, s_sums.index(j))
             b_grad += s_totals.index(j).load(by_column(GROUP, WARPS))[None, :]
             b_grad *= b_product * b_weight[None, :]
             b_dx = products_backward(b_dx, b_grad, s_k, s_tiles, s_added.index(j), first, end, D)

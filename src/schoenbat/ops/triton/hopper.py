@@ -142,18 +142,22 @@ def copy_numbers(s_vector, p, start_row, N):
 
 @gluon.jit
 def store_rows(p, start_row, b, s_tile, N, C: gl.constexpr, COLUMNS: gl.constexpr):
-    """The rows of a result that exist, into a contiguous matrix, by way of a tile in shared memory."""
-    layout: gl.constexpr = in_memory(COLUMNS, gl.num_warps())
+    """The rows of a result that exist, into a contiguous matrix; of 16 bits by way of a tile in shared memory."""
+    if p.dtype.element_ty == s_tile.dtype:
+        s_tile.store(b.to(s_tile.dtype))
+        layout: gl.constexpr = in_memory(COLUMNS, gl.num_warps())
+        store_in(p, start_row, s_tile.load(layout), N, C, COLUMNS, layout)
+    else:
+        store_in(p, start_row, b, N, C, COLUMNS, accumulator(COLUMNS, gl.num_warps()))
+
+
+@gluon.jit
+def store_in(p, start_row, b, N, C: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr):
     m_n = visible(start_row, N, gl.SliceLayout(1, layout))
     o_n = gl.arange(0, 16 * gl.num_warps(), gl.SliceLayout(1, layout))
     o_c = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
     p = p + gl.to_tensor(start_row).to(gl.int64) * C + (o_n[:, None] * C + o_c[None, :])
-    if p.dtype.element_ty == s_tile.dtype:
-        s_tile.store(b.to(s_tile.dtype))
-        b_rows = s_tile.load(layout)
-    else:
-        b_rows = gl.convert_layout(b.to(p.dtype.element_ty), layout)
-    gl.store(p, b_rows, mask=m_n[:, None] & (o_c[None, :] < C))
+    gl.store(p, b, mask=m_n[:, None] & (o_c[None, :] < C))
 
 
 @gluon.jit
@@ -196,3 +200,18 @@ def split_in_two(b, dtype: gl.constexpr):
     """A number as the sum of two of 16 bits."""
     b_high = b.to(dtype)
     return b_high, (b - b_high.to(gl.float32)).to(dtype)
+
+
+@gluon.jit
+def in_two_columns(b_vector, dtype: gl.constexpr, FIRST: gl.constexpr):
+    """A vector as a narrow operand: two columns that add up to it, from FIRST on, and zeros."""
+    o = gl.arange(0, NARROW, by_column(NARROW, gl.num_warps()))[None, :]
+    b_high, b_low = split_in_two(b_vector, dtype)
+    b_high, b_low = b_high.to(gl.float32)[:, None], b_low.to(gl.float32)[:, None]
+    return gl.where(o == FIRST, b_high, gl.where(o == FIRST + 1, b_low, 0.0)).to(dtype)
+
+
+@gluon.jit
+def row_sums(b):
+    """Of narrow products, all columns of which belong together."""
+    return gl.sum(b, axis=1)

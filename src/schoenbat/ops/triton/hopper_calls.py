@@ -1,12 +1,13 @@
-"""Which calls the kernels for Hopper's warp groups take: see `hopper`."""
+"""Which calls the kernels for Hopper's warp groups take, and what they have in common: see `hopper`."""
 
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from schoenbat.ops.triton.call import Shape
+from schoenbat.ops.triton.call import Shape, Unit
 from schoenbat.ops.triton.plan import Plan
 
 # Copies of 16 bytes want rows that begin at multiples of it; Triton knows of multiples of 16 numbers alone.
@@ -16,8 +17,13 @@ MOST_TILES = 17
 
 
 def takes_pairs(shape: Shape, plan: Plan, rows: Sequence[Tensor]) -> bool:
-    """Whether a map has identity features and one group of pairs, as causal kernels want it."""
-    return plan.is_single and plan.quadratic == 1 and plan.group == 64 and _takes(shape, rows)
+    """Whether a map has identity features and one group of pairs, as causal kernels want it.
+
+    They go through all positions, whether there are queries, or keys, or both: rows are query, key and value.
+    """
+    fits = plan.is_single and plan.quadratic == 1 and plan.group == 64
+    queries, keys = rows[0].shape[-2], rows[1].shape[-2]
+    return fits and max(queries, keys) <= 2 * min(queries, keys) and _takes(shape, rows)
 
 
 def takes_degrees(shape: Shape, plan: Plan, rows: Sequence[Tensor]) -> bool:
@@ -39,11 +45,27 @@ def is_aligned(x: Tensor) -> bool:
 
 @cache
 def has_kernels(device: torch.device) -> bool:
-    """Gluon is experimental: other kernels take over where a later Triton has another one."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+    """Whether a GPU is Hopper's, and Triton has a Gluon in which they can be written: it is experimental."""
+    is_cuda = device.type == "cuda" and torch.version.cuda is not None
+    if not is_cuda or torch.cuda.get_device_capability(device) != (9, 0):
         return False
     try:
-        from schoenbat.ops.triton import causal_hopper_backward, degrees_hopper_backward  # noqa: F401
+        from triton.experimental.gluon import language
+
+        from schoenbat.ops.triton import causal_hopper_keys, degrees_hopper_backward  # noqa: F401
     except (ImportError, AttributeError):
         return False
-    return True
+    return hasattr(language, "num_warps")  # from Triton 3.6 on
+
+
+def widths(shape: Shape, plan: Plan, heads: int, unit: Unit) -> dict[str, Any]:
+    """What all of these kernels are compiled for."""
+    return {
+        "HEADS": heads,
+        "MAPS": plan.tiles.shape[0],
+        "UNIT": unit.code,
+        "DIM": shape.dim,
+        "DV": shape.value_dim,
+        "D": shape.block_d,
+        "V": shape.block_v,
+    }

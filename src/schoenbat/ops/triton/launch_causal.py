@@ -130,6 +130,7 @@ def attend(
     """
     shape = Shape.of(query, value)
     q, k, v = as_rows(query), as_rows(key), as_rows(value)
+    _seen(seen, mask, k)
     if count is None and q.numel() and k.numel() and takes_pairs(shape, plan, (q, k, v)):
         small = plan, coefficients, query_scale, key_scale, unit
         return launch_hopper.attend(query, key, value, mask, seen, *small)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from schoenbat.ops.triton.call import Shape, Unit, cdiv, mask_bytes, per_map, summary_shapes
-from schoenbat.ops.triton.hopper_calls import MOST_TILES
+from schoenbat.ops.triton.hopper_calls import MOST_TILES, widths
 from schoenbat.ops.triton.plan import Plan
 
 _ROWS = 128
@@ -25,18 +25,7 @@ def _split(rows: int, heads: int) -> tuple[int, int]:
 def constants(shape: Shape, plan: Plan, heads: int, unit: Unit, groups: int | None = None) -> dict[str, Any]:
     """What kernels are compiled for; `groups` of those that go through queries."""
     of_queries = {} if groups is None else {"GROUPS": groups}
-    return {
-        "HEADS": heads,
-        **of_queries,
-        "MAPS": plan.tiles.shape[0],
-        "UNIT": unit.code,
-        "DIM": shape.dim,
-        "DV": shape.value_dim,
-        "D": shape.block_d,
-        "V": shape.block_v,
-        "HELD": MOST_TILES,
-        "num_warps": 8,
-    }
+    return widths(shape, plan, heads, unit) | of_queries | {"HELD": MOST_TILES, "num_warps": 8}
 
 
 def _map(plan: Plan) -> tuple[Any, ...]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from schoenbat.ops.triton.call import Shape, Unit, as_rows, cdiv, mask_bytes, per_map
-from schoenbat.ops.triton.hopper_calls import is_aligned
+from schoenbat.ops.triton.hopper_calls import is_aligned, widths
 from schoenbat.ops.triton.plan import Plan
 
 _BLOCK = 64
@@ -56,18 +56,8 @@ def _size_of_sums(shape: Shape, plan: Plan) -> int:
 
 def constants(shape: Shape, plan: Plan, heads: int, unit: Unit) -> dict[str, Any]:
     """What kernels are compiled for."""
-    return {
-        "HEADS": heads,
-        "GROUPS": shape.groups,
-        "MAPS": plan.tiles.shape[0],
-        "UNIT": unit.code,
-        "DIM": shape.dim,
-        "DV": shape.value_dim,
-        "D": shape.block_d,
-        "V": shape.block_v,
-        "F": plan.group,
-        "num_warps": 4,
-    }
+    own = {"GROUPS": shape.groups, "F": plan.group, "num_warps": 4}
+    return widths(shape, plan, heads, unit) | own
 
 
 def _sums_of_keys(
@@ -91,7 +81,8 @@ def _sums_of_keys(
     del shared["GROUPS"]
     causal_hopper.sum_keys[((axis.number - 1) * heads,)](
         *(k, v, mask_bytes(mask), sums, *k.stride()[:3], *v.stride()[:3]),
-        *(axis.keys, axis.first_key, *axis.cut, key_scale, unit.eps, plan.tiles, plan.root_weight),
+        *(axis.keys, axis.first_key, axis.tiles_each, axis.number, key_scale, unit.eps),
+        *(plan.tiles, plan.root_weight),
         **shared,
     )
     return sums
@@ -143,12 +134,12 @@ def attend_backward(
     unit: Unit,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of query, of key and value by query head, and of the scale by segment."""
-    from schoenbat.ops.triton import causal_hopper_backward
+    from schoenbat.ops.triton import causal_hopper_keys, causal_hopper_queries
 
     shape, out, (inverse, constant, slope) = Shape.of(query, value), as_rows(saved[0]), saved[1:]
     q, k, v, g = as_rows(query), as_rows(key), as_rows(value), as_rows(grad.to(query.dtype))
     if not is_aligned(g):
-        g = g.contiguous()
+        g = g.clone(memory_format=torch.contiguous_format)  # it may be contiguous, and begin anywhere
     heads = q.shape[0] * q.shape[1]
     axis = Segments.of(q.shape[-2], k.shape[-2], heads)
     shared = constants(shape, plan, q.shape[1], unit)
@@ -157,7 +148,7 @@ def attend_backward(
     sums = _sums_of_keys(k, v, mask, shape, plan, axis, key_scale, unit)
     grad_query, to_total, to_mean = q.new_empty(q.shape), torch.empty_like(inverse), torch.empty_like(inverse)
     to_scale = inverse.new_empty(*q.shape[:2], axis.number)
-    causal_hopper_backward.query_backward[(axis.number * heads,)](
+    causal_hopper_queries.query_backward[(axis.number * heads,)](
         *(q, k, v, mask_bytes(mask), seen, query_scale, per_map(coefficients, plan), sums),
         *(g, out, inverse, constant, slope, grad_query, to_total, to_mean, to_scale),
         *(*strides, *axis.whole, key_scale, unit.eps, *map_tensors),
@@ -168,7 +159,7 @@ def attend_backward(
     if axis.number > 1:
         size = _size_of_sums(shape, plan) + shape.block_d
         sums = q.new_empty(heads, axis.number, size, dtype=torch.float32)
-        causal_hopper_backward.sum_queries[((axis.number - 1) * heads,)](
+        causal_hopper_keys.sum_queries[((axis.number - 1) * heads,)](
             *(q, query_scale, g, *by_row, sums, *q.stride()[:3], *g.stride()[:3]),
             *(axis.queries, axis.first_query, *axis.cut, unit.eps, plan.tiles, plan.root_weight),
             **shared,
@@ -176,7 +167,7 @@ def attend_backward(
     # Each query head gives a gradient to the key head it shares: added up afterwards, in float32.
     dtype = q.dtype if shape.groups == 1 else torch.float32
     grad_key, grad_value = (q.new_empty(*q.shape[:2], *x.shape[2:], dtype=dtype) for x in (k, v))
-    causal_hopper_backward.key_backward[(axis.number * heads,)](
+    causal_hopper_keys.key_backward[(axis.number * heads,)](
         *(q, k, v, mask_bytes(mask), query_scale, sums, g, *by_row, grad_key, grad_value),
         *(*strides, *axis.whole, key_scale, unit.eps, *map_tensors),
         **shared,

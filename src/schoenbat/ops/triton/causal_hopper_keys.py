@@ -1,11 +1,10 @@
-"""Gradients of causal attention on Hopper, each in one pass: those of queries from the first tile on, of keys from the last.
+"""Gradients of keys and values of causal attention on Hopper, in one pass from the last tile on.
 
-`query_backward` goes with sums over keys as `causal_hopper.read` does. `key_backward` goes with sums over queries and output
-gradients: with g/f a row's gradient divided by its denominator, Σq(g/f)ᵀ and Σφ(q)(g/f)ᵀ; and with dT and dm the gradients of
-a row's total and of its mean logit, which `query_backward` leaves, Σq dT, Σφ(q) dT, Σq dm and Σg e/f. Where a head has
-several segments, `sum_queries` leaves those of each.
+A program goes with sums over queries and output gradients: with g/f a row's gradient divided by its denominator, Σq(g/f)ᵀ and
+Σφ(q)(g/f)ᵀ; and with dT and dm the gradients of a row's total and of its mean logit, which `query_backward` leaves, Σq dT,
+Σφ(q) dT, Σq dm and Σg e/f. Where a head has several segments, `sum_queries` leaves those of each.
 
-Gradients are those of the scaled rows and multiplied by the scale last. Names are those of `hopper`.
+Names are those of `hopper`.
 """
 
 from triton.experimental import gluon
@@ -18,21 +17,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from schoenbat.ops.triton.causal_hopper import (
     LENGTHS,
-    add_keys,
-    first_column,
-    in_two_columns,
-    keys_seen,
     linear_scores,
     linear_weights,
     pairs,
     pairs_of_rows,
     shared_map,
-    shared_one,
     size_of_sums,
     store_sums,
-    sums_before,
     weight_of_all,
 )
+from schoenbat.ops.triton.causal_hopper_queries import pairs_backward
 from schoenbat.ops.triton.hopper import (
     BLOCK,
     NARROW,
@@ -44,6 +38,7 @@ from schoenbat.ops.triton.hopper import (
     copy_numbers,
     copy_rows,
     in_memory,
+    in_two_columns,
     make_unit,
     operand,
     shared_pair,
@@ -55,158 +50,6 @@ from schoenbat.ops.triton.hopper import (
     unit_backward,
     visible,
 )
-
-
-@gluon.jit
-def pairs_backward(b_dx, b_dphi, s_x, s_left, s_right, s_root, scale, D: gl.constexpr, F: gl.constexpr):
-    """Add to the gradient of rows what comes from that of their pairs, whose root weights are multiplied by `scale`."""
-    dtype: gl.constexpr = s_x.dtype
-    b_left, b_right = start(s_x, s_left, BLOCK, F), start(s_x, s_right, BLOCK, F)
-    b_dphi = b_dphi * (s_root.load(by_column(F)) * scale)[None, :]
-    b_left, b_right = warpgroup_mma_wait(0, [b_left, b_right])
-    b_to_left = gl.convert_layout((b_dphi * b_right).to(dtype), operand(D))
-    b_to_right = gl.convert_layout((b_dphi * b_left).to(dtype), operand(D))
-    b_dx = add(b_to_right, s_right.permute((1, 0)), add(b_to_left, s_left.permute((1, 0)), b_dx))
-    return warpgroup_mma_wait(0, [b_dx])
-
-
-@gluon.jit(do_not_specialize=LENGTHS)
-def query_backward(
-    p_query, p_key, p_value, p_mask, p_count, p_scale, p_coefficients, p_sums, p_grad, p_out, p_inverse, p_constant, p_slope,
-    p_dquery, p_dtotal, p_dmean, p_dscale,
-    stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-    stride_gb, stride_gh, stride_gn,
-    N_QUERY, N_KEY, FIRST_QUERY, FIRST_KEY, TILES, SEGMENTS, NUM_TILES, KEY_SCALE, EPS, p_tiles, p_root, p_linear,
-    HEADS: gl.constexpr, GROUPS: gl.constexpr, MAPS: gl.constexpr, UNIT: gl.constexpr,
-    DIM: gl.constexpr, DV: gl.constexpr, D: gl.constexpr, V: gl.constexpr, F: gl.constexpr,
-):  # fmt: skip
-    """The gradients of a segment of queries; by row also those of T and of the mean logit, divided by the count; of the scale."""
-    dtype: gl.constexpr = p_query.dtype.element_ty
-    i_segment, i_bh = gl.program_id(0) % SEGMENTS, gl.program_id(0) // SEGMENTS
-    i_b, i_h = i_bh // HEADS, i_bh % HEADS
-    i_map = 0 if MAPS == 1 else i_h // GROUPS
-    p_query += i_b.to(gl.int64) * stride_qb + i_h.to(gl.int64) * stride_qh
-    p_grad += i_b.to(gl.int64) * stride_gb + i_h.to(gl.int64) * stride_gh
-    p_key += i_b.to(gl.int64) * stride_kb + (i_h // GROUPS).to(gl.int64) * stride_kh
-    p_value += i_b.to(gl.int64) * stride_vb + (i_h // GROUPS).to(gl.int64) * stride_vh
-    if p_mask is not None:
-        p_mask += i_b.to(gl.int64) * N_KEY
-    p_sums += (i_bh // GROUPS).to(gl.int64) * SEGMENTS * size_of_sums(D, F, V)
-    i_row = i_bh.to(gl.int64) * N_QUERY
-    p_inverse, p_constant, p_slope = p_inverse + i_row, p_constant + i_row, p_slope + i_row
-    p_dtotal, p_dmean = p_dtotal + i_row, p_dmean + i_row
-    p_out, p_dquery = p_out + i_row * DV, p_dquery + i_row * DIM
-    scale, constant = gl.load(p_scale + i_h), gl.load(p_coefficients + 3 * i_map)
-
-    m_left, m_right, s_root = shared_map(p_tiles, p_root, i_map, dtype, D, F)
-    p_linear += i_map * D
-    s_queries, s_keys = shared_pair(dtype, D), shared_pair(dtype, D)
-    m_v, m_g, m_out = shared_tile(dtype, BLOCK, V), shared_tile(dtype, BLOCK, V), shared_tile(dtype, BLOCK, V)
-    s_inverses, s_constants, s_slopes = shared_vectors(), shared_vectors(), shared_vectors()
-    m_phi, m_one = shared_tile(dtype, BLOCK, F), shared_one(dtype)
-    m_s1, m_s2 = shared_tile(dtype, D, V), shared_tile(dtype, F, V)
-    s_z1, s_z2, m_zv = shared_vector(D), shared_vector(F), shared_tile(dtype, V, NARROW)
-    s_factor = shared_vector(BLOCK)
-    b_s1, b_s2, b_z1, b_z2, b_zv = sums_before(p_sums, 0, i_segment, D, F, V)
-    o_q, o_k = gl.arange(0, BLOCK, by_row(BLOCK)), gl.arange(0, BLOCK, by_column(BLOCK))
-    m_causal = o_q[:, None] >= o_k[None, :]
-    b_dscale = gl.zeros([BLOCK], gl.float32, by_row(D))
-
-    first = i_segment * TILES
-    num_here = gl.minimum(TILES, NUM_TILES - first)
-    q_start, k_start = first * BLOCK - FIRST_QUERY, first * BLOCK - FIRST_KEY
-    copy_rows(s_queries.index(0), p_query, q_start, stride_qn, N_QUERY, DIM, D)
-    copy_rows(s_keys.index(0), p_key, k_start, stride_kn, N_KEY, DIM, D, p_mask)
-    copy_rows(m_v.index(0), p_value, k_start, stride_vn, N_KEY, DV, V, p_mask)
-    copy_rows(m_g.index(0), p_grad, q_start, stride_gn, N_QUERY, DV, V)
-    copy_rows(m_out.index(0), p_out, q_start, DV, N_QUERY, DV, V)
-    copy_numbers(s_inverses.index(0), p_inverse, q_start, N_QUERY)
-    copy_numbers(s_constants.index(0), p_constant, q_start, N_QUERY)
-    copy_numbers(s_slopes.index(0), p_slope, q_start, N_QUERY)
-    async_copy.commit_group()
-    for i in range(num_here):
-        zero = anew(0)
-        s_left, s_right = m_left.index(zero), m_right.index(zero)
-        s_phi, s_one = m_phi.index(zero), m_one.index(zero)
-        s_v, s_g, s_out = m_v.index(zero), m_g.index(zero), m_out.index(zero)
-        s_s1, s_s2, s_zv = m_s1.index(zero), m_s2.index(zero), m_zv.index(zero)
-        i_tile = first + i
-        q_start, k_start = i_tile * BLOCK - FIRST_QUERY, i_tile * BLOCK - FIRST_KEY
-        s_q, s_k = s_queries.index(i % 2), s_keys.index(i % 2)
-        s_s1.store(b_s1.to(dtype))
-        s_s2.store(b_s2.to(dtype))
-        s_zv.store(in_two_columns(b_zv, dtype, 0))
-        s_z1.store(b_z1)
-        s_z2.store(b_z2)
-        async_copy.wait_group(0)
-        copy_rows(s_queries.index((i + 1) % 2), p_query, q_start + BLOCK, stride_qn, N_QUERY, DIM, D)
-        copy_rows(s_keys.index((i + 1) % 2), p_key, k_start + BLOCK, stride_kn, N_KEY, DIM, D, p_mask)
-        copy_numbers(s_inverses.index((i + 1) % 2), p_inverse, q_start + BLOCK, N_QUERY)
-        copy_numbers(s_constants.index((i + 1) % 2), p_constant, q_start + BLOCK, N_QUERY)
-        copy_numbers(s_slopes.index((i + 1) % 2), p_slope, q_start + BLOCK, N_QUERY)
-        make_unit(s_q, EPS, UNIT, DIM, D, s_factor)
-        make_unit(s_k, EPS, UNIT, DIM, D)
-        b_g, b_out = s_g.load(in_memory(V)).to(gl.float32), s_out.load(in_memory(V)).to(gl.float32)
-        b_along_out = gl.sum(b_g * b_out, axis=1)
-        b_inverse = s_inverses.index(i % 2).load(by_row(BLOCK))
-        b_along_out = gl.convert_layout(b_along_out, by_row(BLOCK)) * b_inverse
-        fence_async_shared()
-
-        # ⟨grad, value⟩ for all pairs; its sums are ⟨grad, mean value⟩.
-        b_left, b_right = start(s_k, s_left, BLOCK, F), start(s_k, s_right, BLOCK, F)
-        b_dots, b_before = start(s_g, s_v.permute((1, 0)), BLOCK, BLOCK), start(s_g, s_zv, BLOCK, NARROW)
-        b_left, b_right, b_dots, b_before = warpgroup_mma_wait(0, [b_left, b_right, b_dots, b_before])
-        s_phi.store(pairs(b_left, b_right, s_root, KEY_SCALE, F).to(dtype))
-        b_dphi, b_dx = start(s_g, s_s2.permute((1, 0)), BLOCK, F), start(s_g, s_s1.permute((1, 0)), BLOCK, D)
-        b_divisor = gl.maximum(
-            keys_seen(p_count, i_b, i_tile, FIRST_KEY + N_KEY, FIRST_KEY, by_row(BLOCK)), 1.0
-        )
-        b_dots = gl.where(m_causal, b_dots, 0.0)
-        b_along_mean = gl.sum(b_dots, axis=1) + gl.convert_layout(first_column(b_before), by_row(BLOCK))
-        b_along_mean *= b_inverse / b_divisor
-        b_e = s_constants.index(i % 2).load(by_row(BLOCK))
-        b_dtotal = -gl.where(b_e == constant, b_along_out, b_along_mean)
-        b_dmean = (b_along_mean - b_along_out) * s_slopes.index(i % 2).load(by_row(BLOCK)) / b_divisor
-        m_q = visible(q_start, N_QUERY, by_row(BLOCK))
-        gl.store(p_dtotal + q_start + o_q, b_dtotal, mask=m_q)
-        gl.store(p_dmean + q_start + o_q, b_dmean, mask=m_q)
-        b_dscores = gl.where(m_causal, b_dots * b_inverse[:, None] + b_dtotal[:, None], 0.0).to(dtype)
-        b_dphi, b_dx = warpgroup_mma_wait(0, [b_dphi, b_dx])
-
-        b_dphi = b_dphi * gl.convert_layout(b_inverse, by_row(F))[:, None]
-        b_dphi += gl.convert_layout(b_dtotal, by_row(F))[:, None] * s_z2.load(by_column(F))[None, :]
-        b_dx = b_dx * gl.convert_layout(b_inverse, by_row(D))[:, None]
-        b_dx += gl.convert_layout(b_dtotal, by_row(D))[:, None] * s_z1.load(by_column(D))[None, :]
-        fence_async_shared()
-        b_dphi = add(gl.convert_layout(b_dscores, operand(F)), s_phi, b_dphi)
-        b_dx = add(gl.convert_layout(b_dscores, operand(D)), s_k, b_dx)
-        b_s1, b_s2, b_1, b_2, b_v = add_keys(b_s1, b_s2, s_k, s_phi, s_v, s_one, D, F, V)
-        b_dphi, b_dx, b_s1, b_s2, b_1, b_2, b_v = warpgroup_mma_wait(
-            0, [b_dphi, b_dx, b_s1, b_s2, b_1, b_2, b_v]
-        )
-        b_z1, b_z2, b_zv = b_z1 + first_column(b_1), b_z2 + first_column(b_2), b_zv + first_column(b_v)
-        b_dx = b_dx * (linear_weights(p_linear, D, by_column(D)) * KEY_SCALE)[None, :]
-        b_keys = s_z1.load(by_column(D)) * KEY_SCALE
-        b_dx += gl.convert_layout(b_dmean, by_row(D))[:, None] * b_keys[None, :]
-        copy_rows(s_v, p_value, k_start + BLOCK, stride_vn, N_KEY, DV, V, p_mask)
-        copy_rows(s_g, p_grad, q_start + BLOCK, stride_gn, N_QUERY, DV, V)
-        copy_rows(s_out, p_out, q_start + BLOCK, DV, N_QUERY, DV, V)
-        async_copy.commit_group()
-        if gl.max(gl.abs(b_dmean), axis=0) > 0.0:  # the floor acts somewhere, which is rare
-            b_mean = gl.where(m_causal, b_dmean[:, None], 0.0).to(dtype)
-            b_rare = start(gl.convert_layout(b_mean, operand(D)), s_k, BLOCK, D)
-            b_dx += warpgroup_mma_wait(0, [b_rare]) * KEY_SCALE
-        b_dx = pairs_backward(b_dx, b_dphi, s_q, s_left, s_right, s_root, scale, D, F)
-
-        # b_dx is the gradient of scale · query, on which alone everything depends.
-        b_q = s_q.load(accumulator(D)).to(gl.float32)
-        b_dscale += gl.sum(b_dx * b_q, axis=1)
-        b_dx *= scale
-        if UNIT > 0:
-            b_dx = unit_backward(b_dx, b_q, s_factor, EPS, UNIT, DIM, D)
-        store_rows(p_dquery, q_start, b_dx, s_q, N_QUERY, DIM, D)
-    async_copy.wait_group(0)
-    gl.store(p_dscale + gl.program_id(0), gl.sum(b_dscale, axis=0))
 
 
 @gluon.jit
