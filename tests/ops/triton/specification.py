@@ -1,7 +1,7 @@
 """The fused kernels against the float64 specification: what their tests share."""
 
 import torch
-from oracle import gradients, poisoned_memory
+from oracle import gradients, poisoned_memory, rows
 
 from schoenbat.functional import attend
 
@@ -10,6 +10,29 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16]
 # One rounding of the features and one of the sums go into every output and gradient.
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def draw(queries, keys, heads=1, key_heads=None, dim=16, value_dim=None, dtype=torch.float32, batch=1):
+    """Query, key and value, on the CPU."""
+    key_heads = key_heads or heads
+    shapes = (heads, queries, dim), (key_heads, keys, dim), (key_heads, keys, value_dim or dim)
+    return [rows(batch, *shape, seed=i, dtype=dtype) for i, shape in enumerate(shapes)]
+
+
+def recorded(monkeypatch, module, names):
+    """A list to which the names of these functions are added as they are called."""
+    called = []
+
+    def recording(name, function):
+        def call(*args):
+            called.append(name)
+            return function(*args)
+
+        return call
+
+    for name in names:
+        monkeypatch.setattr(module, name, recording(name, getattr(module, name)))
+    return called
 
 
 def relative_error(got, exact, terms=0.3):

@@ -9,6 +9,7 @@ from ops.triton.specification import (
     TOLERANCE,
     assert_a_graph_replays,
     assert_close_to_specification,
+    draw,
     relative_error,
     where_few_keys_are_in_sight,
 )
@@ -21,12 +22,6 @@ from schoenbat.ops.unit_rows import UnitRows
 
 pytest.importorskip("triton")
 CONSTRUCTIONS = ["exact-low", "unbiased", "paper"]
-
-
-def draw(queries, keys, heads=1, key_heads=None, dim=16, value_dim=None, dtype=torch.float32, batch=1):
-    key_heads = key_heads or heads
-    shapes = (heads, queries, dim), (key_heads, keys, dim), (key_heads, keys, value_dim or dim)
-    return [rows(batch, *shape, seed=i, dtype=dtype) for i, shape in enumerate(shapes)]
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,12 @@
 """Causal attention in one pass: on Hopper if there is one, else the kernels as plain Python."""
 
+from functools import partial
+
 import pytest
 import torch
-from ops.triton.specification import DEVICE, assert_close_to_specification
-from oracle import make_map, rows
+from ops.triton import specification
+from ops.triton.specification import DEVICE, assert_close_to_specification, recorded
+from oracle import make_map
 
 from schoenbat import rmfa
 from schoenbat.ops.unit_rows import UnitRows
@@ -11,6 +14,7 @@ from schoenbat.ops.unit_rows import UnitRows
 pytest.importorskip("triton.experimental.gluon")
 # What a GPU runs of it are other programs than what a CPU does: there they are among the tests of GPUs.
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+draw = partial(specification.draw, dim=64, dtype=torch.bfloat16)
 
 
 @pytest.fixture(params=["one segment", "several segments"], autouse=True)
@@ -31,20 +35,9 @@ def passes(request, monkeypatch):
         emulate(monkeypatch, [hopper, causal_hopper, causal_hopper_queries, causal_hopper_keys])
         monkeypatch.setattr(hopper_calls, "has_kernels", lambda device: True)
     monkeypatch.setattr(launch_hopper, "_PROGRAMS", 1 if request.param == "one segment" else 10_000)
-    run = []
-    for name in ("attend", "attend_backward"):
-        function = getattr(launch_hopper, name)
-        monkeypatch.setattr(
-            launch_hopper, name, lambda *args, _f=function, _n=name: (run.append(_n), _f(*args))[1]
-        )
-    yield run
+    run = recorded(monkeypatch, launch_hopper, ("attend", "attend_backward"))
+    yield
     assert run == ["attend", "attend_backward"]
-
-
-def draw(queries, keys, heads=1, key_heads=None, dim=64, value_dim=None, batch=1):
-    key_heads = key_heads or heads
-    shapes = (heads, queries, dim), (key_heads, keys, dim), (key_heads, keys, value_dim or dim)
-    return [rows(batch, *shape, seed=i, dtype=torch.bfloat16) for i, shape in enumerate(shapes)]
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (64, 64), (150, 150), (110, 200), (200, 110)])

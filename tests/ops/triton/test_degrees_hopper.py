@@ -1,15 +1,19 @@
 """Maps of many degrees on Hopper: on one if there is one, else the kernels as plain Python."""
 
+from functools import partial
+
 import pytest
 import torch
-from ops.triton.specification import DEVICE, assert_close_to_specification
-from oracle import make_map, rows
+from ops.triton import specification
+from ops.triton.specification import DEVICE, assert_close_to_specification, recorded
+from oracle import make_map
 
 from schoenbat.ops.unit_rows import UnitRows
 
 pytest.importorskip("triton.experimental.gluon")
 # What a GPU runs of it are other programs than what a CPU does: there they are among the tests of GPUs.
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+draw = partial(specification.draw, dim=64, dtype=torch.bfloat16)
 
 
 @pytest.fixture(params=["one program to a head", "several"], autouse=True)
@@ -31,20 +35,9 @@ def passes(request, monkeypatch):
     monkeypatch.setattr(
         launch_degrees, "_PROGRAMS", 1 if request.param == "one program to a head" else 10_000
     )
-    run = []
-    for name in ("summarize", "read", "read_backward", "key_backward"):
-        function = getattr(launch_degrees, name)
-        monkeypatch.setattr(
-            launch_degrees, name, lambda *args, _f=function, _n=name: (run.append(_n), _f(*args))[1]
-        )
+    run = recorded(monkeypatch, launch_degrees, ("summarize", "read", "read_backward", "key_backward"))
     yield
     assert run == ["summarize", "read", "read_backward", "summarize", "key_backward"]
-
-
-def draw(queries, keys, heads=1, key_heads=None, dim=64, value_dim=None, batch=1):
-    key_heads = key_heads or heads
-    shapes = (heads, queries, dim), (key_heads, keys, dim), (key_heads, keys, value_dim or dim)
-    return [rows(batch, *shape, seed=i, dtype=torch.bfloat16) for i, shape in enumerate(shapes)]
 
 
 def draw_map(dim=64, num_features=128, **options):

@@ -37,7 +37,6 @@ from schoenbat.ops.triton.hopper import (
     by_row,
     copy_numbers,
     copy_rows,
-    in_memory,
     in_two_columns,
     make_unit,
     operand,
@@ -46,18 +45,11 @@ from schoenbat.ops.triton.hopper import (
     shared_vector,
     shared_vectors,
     start,
+    store_multiplied,
     store_rows,
     unit_backward,
     visible,
 )
-
-
-@gluon.jit
-def store_weighted(s_weighted, s_g, s_inverse, V: gl.constexpr):
-    """The output's gradients divided by the denominators."""
-    layout: gl.constexpr = in_memory(V)
-    b_inverse = s_inverse.load(gl.SliceLayout(1, layout))
-    s_weighted.store((s_g.load(layout).to(gl.float32) * b_inverse[:, None]).to(s_g.dtype))
 
 
 @gluon.jit
@@ -168,7 +160,7 @@ def sum_queries(
             s_inverse, s_constant = s_inverses.index(here), s_constants.index(here)
             s_dtotal, s_dmean = s_dtotals.index(here), s_dmeans.index(here)
             make_unit(s_q, EPS, UNIT, DIM, D)
-            store_weighted(s_weighted, s_g, s_inverse, V)
+            store_multiplied(s_weighted, s_g, s_inverse, V)
             store_weights(s_weights, s_inverse, s_constant, s_dtotal, s_dmean)
             fence_async_shared()
             s_phi.store(pairs_of_rows(s_q, s_left, s_right, s_root, scale, F).to(dtype))
@@ -271,7 +263,7 @@ def key_backward(
         copy_numbers(s_dmeans.index(there), p_dmean, q_start - BLOCK, N_QUERY)
         make_unit(s_q, EPS, UNIT, DIM, D)
         make_unit(s_k, EPS, UNIT, DIM, D, s_factor)
-        store_weighted(s_weighted, s_g, s_inverse, V)
+        store_multiplied(s_weighted, s_g, s_inverse, V)
         store_weights(s_weights, s_inverse, s_constant, s_dtotal, s_dmean)
         fence_async_shared()
 

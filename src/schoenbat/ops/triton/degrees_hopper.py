@@ -2,7 +2,7 @@
 
 What is computed is in `bidirectional_sums` and `bidirectional`: `summarize` leaves the same parts of the sums, `read` gives
 the same outputs. A map has two groups of GROUP features, each a product of as many projections as its degree says. A program
-of two warp groups works on tiles of ROWS rows: while the one multiplies matrices, the other multiplies factors.
+of two warp groups works on tiles of ROWS rows, so that one may multiply factors while the other multiplies matrices.
 
 Names are those of `hopper`.
 """
@@ -36,6 +36,7 @@ from schoenbat.ops.triton.hopper import (
     shared_tiles,
     shared_vector,
     start,
+    store_multiplied,
     store_rows,
 )
 
@@ -227,13 +228,6 @@ def zeros(COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def multiply_rows(s_rows, s_scale, V: gl.constexpr):
-    layout: gl.constexpr = in_memory(V, WARPS)
-    b_scale = s_scale.load(gl.SliceLayout(1, layout))
-    s_rows.store((s_rows.load(layout).to(gl.float32) * b_scale[:, None]).to(s_rows.dtype))
-
-
-@gluon.jit
 def store_features(s_phi, s_x, s_tiles, s_added, s_weight, scale, first, last):
     b_phi = products(s_x, s_tiles, s_added, first, last)
     s_phi.store((b_phi * (s_weight.load(by_column(GROUP, WARPS)) * scale)[None, :]).to(s_phi.dtype))
@@ -292,7 +286,7 @@ def summarize(
             b_x, b_v = add(s_x.permute((1, 0)), s_narrow, b_x), add(s_rows.permute((1, 0)), s_narrow, b_v)
             b_x, b_v = warpgroup_mma_wait(0, [b_x, b_v])
             if p_row_scale is not None:
-                multiply_rows(s_rows, s_scale, V)
+                store_multiplied(s_rows, s_rows, s_scale, V)
             store_features(
                 s_phi.index(0), s_x, s_tiles, s_added.index(0), s_weights.index(0), scale, 0, middle
             )

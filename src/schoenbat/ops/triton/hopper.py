@@ -161,6 +161,14 @@ def store_in(p, start_row, b, N, C: gl.constexpr, COLUMNS: gl.constexpr, layout:
 
 
 @gluon.jit
+def store_multiplied(s_to, s_rows, s_factor, COLUMNS: gl.constexpr):
+    """Each row of a tile times its factor; into the same tile, if asked to."""
+    layout: gl.constexpr = in_memory(COLUMNS, gl.num_warps())
+    b_factor = s_factor.load(gl.SliceLayout(1, layout))
+    s_to.store((s_rows.load(layout).to(gl.float32) * b_factor[:, None]).to(s_to.dtype))
+
+
+@gluon.jit
 def centred(b_rows, DIM: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr):
     """Less the mean of each row; what is padded is zero and stays so."""
     b_rows = b_rows - (gl.sum(b_rows, axis=1) / DIM)[:, None]
