@@ -23,9 +23,6 @@ from schoenbat.ops.triton import (
     bidirectional_map,
     bidirectional_sums,
     causal,
-    causal_hopper,
-    causal_hopper_keys,
-    causal_hopper_queries,
     causal_keys,
     causal_map,
     causal_sums,
@@ -100,10 +97,6 @@ ROWS = {
     "p_new_near_keys",
     "p_new_near_values",
 }
-HOPPER_CAUSAL = (
-    *(causal_hopper.sum_keys, causal_hopper.read, causal_hopper_queries.query_backward),
-    *(causal_hopper_keys.sum_queries, causal_hopper_keys.key_backward),
-)
 SHORT = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
@@ -160,6 +153,9 @@ def usage(kernel, constants, dtype, tiles, arch):
 def shape_of(width, dtype):
     value_dim = min(width, 128)
     return Shape(4, 8, 1, width, value_dim, padded(width), padded(value_dim), dtype)
+
+
+HOPPER_CAUSAL = [kernel for width in (32, 64) for kernel in launch_hopper.Kernels.of(width)]
 
 
 def plan_of(shape, quadratic, num_features, *, bidirectional=False):
@@ -243,13 +239,16 @@ def causal_cases(shape, plan):
 
 def hopper_cases():
     """What is simplest, and what takes most."""
-    shape, tiles = shape_of(64, torch.bfloat16), Tiles(64, 4, 1)
+    tiles = Tiles(64, 4, 1)
     for own in ({"p_mask": None, "p_count": None}, {"UNIT": 2, "DIM": 48, "GROUPS": 2, "MAPS": 4}):
-        plan = plan_of(shape, True, 128)
-        constants = launch_hopper.constants(shape, plan, 8, Unit()) | own
-        del constants["num_warps"]
-        for kernel in HOPPER_CAUSAL:
-            yield kernel, shape, plan, tiles, constants
+        for width in (32, 64):
+            shape = shape_of(width, torch.bfloat16)
+            plan = plan_of(shape, True, 128)
+            constants = launch_hopper.constants(shape, plan, 8, Unit()) | own
+            constants["DIM"] = min(width, constants["DIM"])
+            del constants["num_warps"]
+            for kernel in launch_hopper.Kernels.of(width):
+                yield kernel, shape, plan, tiles, constants
         plan = plan_of(shape, False, 128, bidirectional=True)
         constants = launch_degrees.constants(shape, plan, 8, Unit(), 1) | own
         wide = tiles._replace(num_warps=constants.pop("num_warps"))

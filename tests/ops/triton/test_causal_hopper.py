@@ -14,7 +14,13 @@ from schoenbat.ops.unit_rows import UnitRows
 pytest.importorskip("triton.experimental.gluon")
 # What a GPU runs of it are other programs than what a CPU does: there they are among the tests of GPUs.
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
-draw = partial(specification.draw, dim=64, dtype=torch.bfloat16)
+draw = partial(specification.draw, dtype=torch.bfloat16)
+# Of narrow heads with two groups of pairs, and with one.
+MAPS = pytest.mark.parametrize(("dim", "num_features"), [(64, 128), (32, 128), (32, 90)])
+
+
+def draw_map(dim, num_features, **options):
+    return make_map("exact-low", dim, num_features, dtype=torch.float32, device=DEVICE, **options)
 
 
 @pytest.fixture(params=["one segment", "several segments"], autouse=True)
@@ -23,6 +29,9 @@ def passes(request, monkeypatch):
     from schoenbat.ops.triton import (
         causal_hopper,
         causal_hopper_keys,
+        causal_hopper_narrow,
+        causal_hopper_narrow_keys,
+        causal_hopper_narrow_queries,
         causal_hopper_queries,
         hopper,
         hopper_calls,
@@ -32,7 +41,9 @@ def passes(request, monkeypatch):
     if DEVICE == "cpu":
         from ops.triton.gluon_emulation import emulate
 
-        emulate(monkeypatch, [hopper, causal_hopper, causal_hopper_queries, causal_hopper_keys])
+        wide = causal_hopper, causal_hopper_queries, causal_hopper_keys
+        narrow = causal_hopper_narrow, causal_hopper_narrow_queries, causal_hopper_narrow_keys
+        emulate(monkeypatch, [hopper, *wide, *narrow])
         monkeypatch.setattr(hopper_calls, "has_kernels", lambda device: True)
     monkeypatch.setattr(launch_hopper, "_PROGRAMS", 1 if request.param == "one segment" else 10_000)
     run = recorded(monkeypatch, launch_hopper, ("attend", "attend_backward"))
@@ -41,17 +52,19 @@ def passes(request, monkeypatch):
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (64, 64), (150, 150), (110, 200), (200, 110)])
-def test_matches_the_specification(queries, keys):
+@MAPS
+def test_matches_the_specification(queries, keys, dim, num_features):
     """The last query is beside the last key."""
-    features = make_map("exact-low", 64, 128, dtype=torch.float32, device=DEVICE)
-    tensors = draw(queries, keys)
+    features = draw_map(dim, num_features)
+    tensors = draw(queries, keys, dim=dim)
     assert_close_to_specification(features, tensors, torch.tensor([1.3]), is_causal=True)
 
 
-def test_masks_groups_and_maps_per_head():
+@pytest.mark.parametrize(("dim", "value_dim", "num_features"), [(48, 64, 100), (32, 32, 128), (32, 32, 80)])
+def test_masks_groups_and_maps_per_head(dim, value_dim, num_features):
     """A sequence that begins with masked keys, and one that has no others; padded widths."""
-    features = make_map("exact-low", 48, 100, dtype=torch.float32, device=DEVICE, num_heads=2)
-    tensors = draw(130, 130, heads=4, key_heads=2, dim=48, value_dim=64, batch=2)
+    features = draw_map(dim, num_features, num_heads=2)
+    tensors = draw(130, 130, heads=4, key_heads=2, dim=dim, value_dim=value_dim, batch=2)
     mask = (torch.rand(2, 130, generator=torch.Generator().manual_seed(0)) > 0.4).to(DEVICE)
     mask[0, :3], mask[1] = False, False
     options = {"key_mask": mask, "enable_gqa": True, "is_causal": True}
@@ -59,32 +72,44 @@ def test_masks_groups_and_maps_per_head():
 
 
 @pytest.mark.parametrize("centred", [False, True])
-def test_rows_are_normalised_on_the_way(centred):
-    features = make_map("exact-low", 64, 128, dtype=torch.float32, device=DEVICE)
+@pytest.mark.parametrize("dim", [64, 32])
+def test_rows_are_normalised_on_the_way(centred, dim):
+    features = draw_map(dim, 128)
     mask = (torch.rand(1, 150, generator=torch.Generator().manual_seed(0)) > 0.3).to(DEVICE)
     options = {"key_mask": mask, "is_causal": True, "unit_rows": UnitRows(centred, 1e-3)}
-    assert_close_to_specification(features, draw(150, 150), torch.tensor([2.0]), **options)
+    assert_close_to_specification(features, draw(150, 150, dim=dim), torch.tensor([2.0]), **options)
 
 
-def test_linear_features_may_differ_in_weight():
-    features = make_map("exact-low", 64, 128, dtype=torch.float32, device=DEVICE)
-    features.feature_weights[1:65] *= torch.linspace(0, 2, 64, device=DEVICE)
-    assert_close_to_specification(features, draw(150, 150), torch.tensor([1.3]), is_causal=True)
+@pytest.mark.parametrize("dim", [64, 32])
+def test_linear_features_may_differ_in_weight(dim):
+    features = draw_map(dim, 128)
+    features.feature_weights[1 : 1 + dim] *= torch.linspace(0, 2, dim, device=DEVICE)
+    assert_close_to_specification(features, draw(150, 150, dim=dim), torch.tensor([1.3]), is_causal=True)
+
+
+@pytest.mark.parametrize("dim", [64, 32])
+def test_floors_that_act(dim):
+    """Queries and keys of opposed means, at a scale at which denominators fall below their floors."""
+    query, key, value = draw(150, 150, dim=dim)
+    tensors = [query / dim**0.5 + 0.1, key / dim**0.5 - 0.1, value]
+    options = {"is_causal": True, "roundings": 2.0}
+    assert_close_to_specification(draw_map(dim, 128), tensors, torch.tensor([6.0]), **options)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("length", [1000, 4096, 16384 + 7])
-def test_long_sequences_on_a_gpu(length):
-    features = make_map("exact-low", 64, 128, dtype=torch.float32, device=DEVICE)
-    tensors = draw(length, length, heads=4, key_heads=2, batch=2)
+@MAPS
+def test_long_sequences_on_a_gpu(length, dim, num_features):
+    features = draw_map(dim, num_features)
+    tensors = draw(length, length, heads=4, key_heads=2, batch=2, dim=dim)
     options = {"is_causal": True, "enable_gqa": True}
     assert_close_to_specification(features, tensors, torch.linspace(0.5, 2.5, 4), "eager", **options)
 
 
 def test_a_gradient_may_begin_anywhere():
     """As that of a part of a flat tensor does: it is contiguous, and not aligned."""
-    features = make_map("exact-low", 64, 128, dtype=torch.float32, device=DEVICE)
-    inputs = [x.to(DEVICE).requires_grad_() for x in draw(70, 70)]
+    features = draw_map(64, 128)
+    inputs = [x.to(DEVICE).requires_grad_() for x in draw(70, 70, dim=64)]
     others = torch.zeros(3, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
     out = rmfa(*inputs, features, is_causal=True, implementation="triton")
     torch.cat([others, out.flatten()]).square().sum().backward()

@@ -129,7 +129,7 @@ def pairs_of_rows(s_x, s_left, s_right, s_root, scale, F: gl.constexpr):
 @gluon.jit(do_not_specialize=LENGTHS)
 def sum_keys(
     p_key, p_value, p_mask, p_sums, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-    N_KEY, FIRST_KEY, TILES, SEGMENTS, KEY_SCALE, EPS, p_tiles, p_root,
+    N_KEY, FIRST_KEY, TILES, SEGMENTS, KEY_SCALE, EPS, p_tiles, p_root, p_linear,
     HEADS: gl.constexpr, MAPS: gl.constexpr, UNIT: gl.constexpr,
     DIM: gl.constexpr, DV: gl.constexpr, D: gl.constexpr, V: gl.constexpr, F: gl.constexpr,
 ):  # fmt: skip
@@ -207,6 +207,21 @@ def weight_of_all(b_linear, DIM: gl.constexpr, D: gl.constexpr, layout: gl.const
     """The largest weight of a linear feature, and whether it is that of all."""
     largest = gl.max(b_linear, axis=0)
     return largest, gl.min(gl.where(gl.arange(0, D, layout) < DIM, b_linear, largest), axis=0) == largest
+
+
+@gluon.jit
+def floored(b_total, b_logit, b_count, constant, zeroth, slope):
+    """By row 1/f, e and the slope of the floor, from the total and the sum of the logits."""
+    b_exponent = slope * b_logit / gl.maximum(b_count, 1.0)
+    b_floor = b_count * zeroth * gl.exp(gl.minimum(gl.maximum(b_exponent, LOWEST_EXPONENT), 0.0))
+    m_some = b_count > 0.0
+    m_below = b_total + constant * b_count < b_floor
+    b_floored = gl.where(m_some, gl.where(m_below, b_floor, b_total + constant * b_count), 1.0)
+    b_e = (b_floor - b_total) / gl.maximum(b_count, 1.0)
+    b_e = gl.where(m_some, gl.where(m_below, b_e, constant), 0.0)
+    m_falling = m_below & (b_exponent < 0.0) & (b_exponent > LOWEST_EXPONENT)
+    b_slope = gl.where(m_falling, b_floor * slope, 0.0)
+    return 1.0 / b_floored, b_e, b_slope
 
 
 @gluon.jit(do_not_specialize=LENGTHS)
@@ -307,16 +322,7 @@ def read(
         b_count = keys_seen(p_count, i_b, i_tile, FIRST_KEY + N_KEY, FIRST_KEY, by_row(BLOCK))
         b_scores = gl.where(m_causal, b_scores, 0.0)
         b_total += gl.convert_layout(gl.sum(b_before, axis=1), by_row(BLOCK)) + gl.sum(b_scores, axis=1)
-        b_exponent = slope * b_logit / gl.maximum(b_count, 1.0)
-        b_floor = b_count * zeroth * gl.exp(gl.minimum(gl.maximum(b_exponent, LOWEST_EXPONENT), 0.0))
-        m_some = b_count > 0.0
-        m_below = b_total + constant * b_count < b_floor
-        b_floored = gl.where(m_some, gl.where(m_below, b_floor, b_total + constant * b_count), 1.0)
-        b_e = (b_floor - b_total) / gl.maximum(b_count, 1.0)
-        b_e = gl.where(m_some, gl.where(m_below, b_e, constant), 0.0)
-        m_falling = m_below & (b_exponent < 0.0) & (b_exponent > LOWEST_EXPONENT)
-        b_slope = gl.where(m_falling, b_floor * slope, 0.0)
-        b_inverse = 1.0 / b_floored
+        b_inverse, b_e, b_slope = floored(b_total, b_logit, b_count, constant, zeroth, slope)
 
         b_scores = gl.where(m_causal, b_scores + b_e[:, None], 0.0).to(dtype)
         b_numerator = add(gl.convert_layout(b_scores, operand(V)), s_v, b_numerator)

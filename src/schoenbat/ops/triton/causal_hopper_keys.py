@@ -116,7 +116,7 @@ def add_queries(
 def sum_queries(
     p_query, p_scale, p_grad, p_inverse, p_constant, p_dtotal, p_dmean, p_sums,
     stride_qb, stride_qh, stride_qn, stride_gb, stride_gh, stride_gn,
-    N_QUERY, FIRST_QUERY, TILES, SEGMENTS, NUM_TILES, EPS, p_tiles, p_root,
+    N_QUERY, FIRST_QUERY, TILES, SEGMENTS, NUM_TILES, EPS, p_tiles, p_root, p_linear,
     HEADS: gl.constexpr, GROUPS: gl.constexpr, MAPS: gl.constexpr, UNIT: gl.constexpr,
     DIM: gl.constexpr, DV: gl.constexpr, D: gl.constexpr, V: gl.constexpr, F: gl.constexpr,
 ):  # fmt: skip

@@ -1,13 +1,15 @@
 """Launch the kernels of causal attention in one pass, where a call is of the kind they are for."""
 
 from collections.abc import Sequence
+from functools import cache
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from schoenbat.ops.triton.call import Shape, Unit, as_rows, cdiv, mask_bytes, per_map
-from schoenbat.ops.triton.hopper_calls import is_aligned, widths
+from schoenbat.ops.triton.hopper_calls import is_aligned, is_narrow, widths
 from schoenbat.ops.triton.plan import Plan
 
 _BLOCK = 64
@@ -15,6 +17,7 @@ _BLOCK = 64
 _PROGRAMS = 264
 # Every segment adds up the sums of those before it: more than a few are worth it where each has many tiles.
 _FEW_SEGMENTS, _TILES_EACH = 8, 16
+_MODULES = {32: "causal_hopper_narrow", 64: "causal_hopper"}
 
 
 class Segments(NamedTuple):
@@ -50,14 +53,44 @@ class Segments(NamedTuple):
         return self.queries, self.keys, self.first_query, self.first_key, *self.cut
 
 
-def _size_of_sums(shape: Shape, plan: Plan) -> int:
-    return (shape.block_d + plan.group) * (shape.block_v + 1) + shape.block_v
+class Kernels(NamedTuple):
+    """Those for heads of one padded width."""
+
+    sum_keys: Any
+    read: Any
+    query_backward: Any
+    sum_queries: Any
+    key_backward: Any
+
+    @staticmethod
+    @cache
+    def of(width: int) -> "Kernels":
+        """Imported where a call has kernels of this kind: there are GPUs and versions of Triton without."""
+        name = f"schoenbat.ops.triton.{_MODULES[width]}"
+        outputs, queries, keys = (import_module(name + part) for part in ("", "_queries", "_keys"))
+        of_keys = keys.sum_queries, keys.key_backward
+        return Kernels(outputs.sum_keys, outputs.read, queries.query_backward, *of_keys)
+
+
+def _sizes_of_sums(shape: Shape, plan: Plan) -> tuple[int, int]:
+    """Of a segment, over keys and over queries: see the kernels."""
+    if is_narrow(shape):
+        size = 2 * plan.group * (shape.block_v + 1) + shape.block_d + shape.block_v
+        return size, size
+    size = (shape.block_d + plan.group) * (shape.block_v + 1) + shape.block_v
+    return size, size + shape.block_d
 
 
 def constants(shape: Shape, plan: Plan, heads: int, unit: Unit) -> dict[str, Any]:
     """What kernels are compiled for."""
     own = {"GROUPS": shape.groups, "F": plan.group, "num_warps": 4}
+    if is_narrow(shape):
+        own["PAIRS"] = plan.num_groups
     return widths(shape, plan, heads, unit) | own
+
+
+def _map(plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
+    return plan.tiles, plan.root_weight, plan.root_linear
 
 
 def _sums_of_keys(
@@ -71,18 +104,15 @@ def _sums_of_keys(
     unit: Unit,
 ) -> Tensor:
     """The sums over each segment of keys; nothing where there is one."""
-    from schoenbat.ops.triton import causal_hopper
-
     heads = k.shape[0] * k.shape[1]
     if axis.number == 1:
         return plan.root_weight
-    sums = k.new_empty(heads, axis.number, _size_of_sums(shape, plan), dtype=torch.float32)
+    sums = k.new_empty(heads, axis.number, _sizes_of_sums(shape, plan)[0], dtype=torch.float32)
     shared = constants(shape, plan, k.shape[1], unit)
     del shared["GROUPS"]
-    causal_hopper.sum_keys[((axis.number - 1) * heads,)](
+    Kernels.of(shape.block_d).sum_keys[((axis.number - 1) * heads,)](
         *(k, v, mask_bytes(mask), sums, *k.stride()[:3], *v.stride()[:3]),
-        *(axis.keys, axis.first_key, axis.tiles_each, axis.number, key_scale, unit.eps),
-        *(plan.tiles, plan.root_weight),
+        *(axis.keys, axis.first_key, axis.tiles_each, axis.number, key_scale, unit.eps, *_map(plan)),
         **shared,
     )
     return sums
@@ -101,8 +131,6 @@ def attend(
     unit: Unit,
 ) -> list[Tensor]:
     """As `launch_causal.attend`."""
-    from schoenbat.ops.triton import causal_hopper
-
     shape = Shape.of(query, value)
     q, k, v = as_rows(query), as_rows(key), as_rows(value)
     heads = q.shape[0] * q.shape[1]
@@ -110,10 +138,9 @@ def attend(
     out = query.new_empty(*query.shape[:-1], shape.value_dim)
     by_row = [q.new_empty(q.shape[:-1], dtype=torch.float32) for _ in range(3)]
     sums = _sums_of_keys(k, v, mask, shape, plan, axis, key_scale, unit)
-    causal_hopper.read[(axis.number * heads,)](
+    Kernels.of(shape.block_d).read[(axis.number * heads,)](
         *(q, k, v, mask_bytes(mask), seen, query_scale, per_map(coefficients, plan), sums, out, *by_row),
-        *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *axis.whole, key_scale, unit.eps),
-        *(plan.tiles, plan.root_weight, plan.root_linear),
+        *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *axis.whole, key_scale, unit.eps, *_map(plan)),
         **constants(shape, plan, q.shape[1], unit),
     )
     return [out, *by_row]
@@ -134,8 +161,6 @@ def attend_backward(
     unit: Unit,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of query, of key and value by query head, and of the scale by segment."""
-    from schoenbat.ops.triton import causal_hopper_keys, causal_hopper_queries
-
     shape, out, (inverse, constant, slope) = Shape.of(query, value), as_rows(saved[0]), saved[1:]
     q, k, v, g = as_rows(query), as_rows(key), as_rows(value), as_rows(grad.to(query.dtype))
     if not is_aligned(g):
@@ -143,33 +168,32 @@ def attend_backward(
     heads = q.shape[0] * q.shape[1]
     axis = Segments.of(q.shape[-2], k.shape[-2], heads)
     shared = constants(shape, plan, q.shape[1], unit)
-    map_tensors = plan.tiles, plan.root_weight, plan.root_linear
+    kernels = Kernels.of(shape.block_d)
     strides = *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *g.stride()[:3]
     sums = _sums_of_keys(k, v, mask, shape, plan, axis, key_scale, unit)
     grad_query, to_total, to_mean = q.new_empty(q.shape), torch.empty_like(inverse), torch.empty_like(inverse)
     to_scale = inverse.new_empty(*q.shape[:2], axis.number)
-    causal_hopper_queries.query_backward[(axis.number * heads,)](
+    kernels.query_backward[(axis.number * heads,)](
         *(q, k, v, mask_bytes(mask), seen, query_scale, per_map(coefficients, plan), sums),
         *(g, out, inverse, constant, slope, grad_query, to_total, to_mean, to_scale),
-        *(*strides, *axis.whole, key_scale, unit.eps, *map_tensors),
+        *(*strides, *axis.whole, key_scale, unit.eps, *_map(plan)),
         **shared,
     )
     by_row = inverse, constant, to_total, to_mean
     sums = plan.root_weight
     if axis.number > 1:
-        size = _size_of_sums(shape, plan) + shape.block_d
-        sums = q.new_empty(heads, axis.number, size, dtype=torch.float32)
-        causal_hopper_keys.sum_queries[((axis.number - 1) * heads,)](
+        sums = q.new_empty(heads, axis.number, _sizes_of_sums(shape, plan)[1], dtype=torch.float32)
+        kernels.sum_queries[((axis.number - 1) * heads,)](
             *(q, query_scale, g, *by_row, sums, *q.stride()[:3], *g.stride()[:3]),
-            *(axis.queries, axis.first_query, *axis.cut, unit.eps, plan.tiles, plan.root_weight),
+            *(axis.queries, axis.first_query, *axis.cut, unit.eps, *_map(plan)),
             **shared,
         )
     # Each query head gives a gradient to the key head it shares: added up afterwards, in float32.
     dtype = q.dtype if shape.groups == 1 else torch.float32
     grad_key, grad_value = (q.new_empty(*q.shape[:2], *x.shape[2:], dtype=dtype) for x in (k, v))
-    causal_hopper_keys.key_backward[(axis.number * heads,)](
+    kernels.key_backward[(axis.number * heads,)](
         *(q, k, v, mask_bytes(mask), query_scale, sums, g, *by_row, grad_key, grad_value),
-        *(*strides, *axis.whole, key_scale, unit.eps, *map_tensors),
+        *(*strides, *axis.whole, key_scale, unit.eps, *_map(plan)),
         **shared,
     )
     return grad_query, grad_key, grad_value, to_scale
