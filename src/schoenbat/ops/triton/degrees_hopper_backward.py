@@ -17,12 +17,15 @@ from schoenbat.ops.triton.degrees_hopper import (
     LENGTHS,
     ROWS,
     WARPS,
+    halves,
     products,
     shared_copy,
     shared_features,
     shared_map,
     shared_narrow,
+    side_by_side,
     start_level,
+    times_packed,
     two_levels,
 )
 from schoenbat.ops.triton.hopper import (
@@ -75,6 +78,28 @@ def products_backward(b_dx, b_grad, s_x, s_tiles, s_added, first, last, D: gl.co
 
 
 @gluon.jit
+def packed_backward(b_dx, b_grad, s_x, s_tiles, s_added, i_tile, level, D: gl.constexpr):
+    """The same for the second group's packed tiles; the first group's factors there get nothing, it has them elsewhere, too."""
+    dtype: gl.constexpr = s_x.dtype
+    layout: gl.constexpr = operand(D, WARPS)
+    b_first, b_second = two_levels(s_x, s_tiles, s_added, i_tile, level)
+    _, b_32 = halves(b_grad, 32)
+    _, b_16 = halves(b_32, 16)
+    _, b_8 = halves(b_16, 8)
+    b_eights = side_by_side(b_8, b_8, 8)
+    b_nothing = gl.zeros([ROWS, NARROW], gl.float32, accumulator(NARROW, WARPS))
+    b_to_first = side_by_side(b_32, side_by_side(b_16, b_eights, 16), 32)
+    b_to_second = side_by_side(b_eights, b_nothing, 16)
+    b_to_second = side_by_side(side_by_side(b_eights, b_eights, 16), b_to_second, 32)
+    # What is side by side belongs to other features: the quotients first, which are in range.
+    b_share = reciprocal(b_first * b_second)
+    b_to_first = gl.convert_layout((b_to_first * (b_share * b_second)).to(dtype), layout)
+    b_to_second = gl.convert_layout((b_to_second * (b_share * b_first)).to(dtype), layout)
+    b_dx = add(b_to_first, s_tiles.index(i_tile).permute((1, 0)), b_dx)
+    return warpgroup_mma_wait(0, [add(b_to_second, s_tiles.index(i_tile + 1).permute((1, 0)), b_dx)])
+
+
+@gluon.jit
 def shared_sums(p_sums, p_totals, i_state, dtype: gl.constexpr, V: gl.constexpr):
     """Begin to copy a head's sums, and copy its totals."""
     s_sums = shared_tiles(dtype, 2, GROUP, V)
@@ -118,9 +143,9 @@ def read_backward(
     scale = gl.load(p_scale + i_h)
     constant, zeroth = gl.load(p_coefficients + 3 * i_map), gl.load(p_coefficients + 3 * i_map + 1)
     slope = gl.load(p_coefficients + 3 * i_map + 2)
-    middle, last = gl.load(p_first + 1), gl.load(p_first + 2)
-    s_tiles = shared_map(p_tiles + i_map * NUM_TILES * D * GROUP, NUM_TILES, dtype, D, HELD)
-    s_weights, s_added = shared_features(p_root + i_map * 2 * GROUP, p_degrees, middle, last, scale, dtype)
+    middle, narrow = gl.load(p_first + 1), gl.load(p_first + 3)
+    s_tiles = shared_map(p_tiles + i_map * NUM_TILES * D * GROUP, p_first, NUM_TILES, dtype, D, HELD)
+    s_weights, s_added = shared_features(p_root + i_map * 2 * GROUP, p_degrees, p_first, scale, dtype)
     s_sums, s_totals = shared_sums(p_sums, p_totals, i_state, dtype, V)
     s_mean, s_means = (
         shared_narrow(p_key_mean + i_state * D, dtype, D),
@@ -148,7 +173,8 @@ def read_backward(
         b_phi = b_one * (s_weights.index(0).load(by_column(GROUP, WARPS)) * scale)[None, :]
         b_total = constant + gl.sum(b_phi * s_totals.index(0).load(by_column(GROUP, WARPS))[None, :], axis=1)
         b_along = gl.sum(b_phi * gradient_of_features(s_g, s_sums.index(0)), axis=1)
-        b_two = products(s_q, s_tiles, s_added.index(1), middle, last)
+        b_two = products(s_q, s_tiles, s_added.index(1), middle, narrow)
+        b_two, _ = times_packed(b_two, s_q, s_tiles, s_added.index(1), narrow, narrow - middle)
         b_phi = b_two * (s_weights.index(1).load(by_column(GROUP, WARPS)) * scale)[None, :]
         b_total += gl.sum(b_phi * s_totals.index(1).load(by_column(GROUP, WARPS))[None, :], axis=1)
         b_along += gl.sum(b_phi * gradient_of_features(s_g, s_sums.index(1)), axis=1)
@@ -180,7 +206,8 @@ def read_backward(
         b_grad *= b_two * s_weights.index(1).load(by_column(GROUP, WARPS))[None, :]
         copy_rows(s_g, p_grad, q_start + ROWS, stride_gn, N, DV, V)
         async_copy.commit_group()
-        b_dx = products_backward(b_dx, b_grad, s_q, s_tiles, s_added.index(1), middle, last, D)
+        b_dx = products_backward(b_dx, b_grad, s_q, s_tiles, s_added.index(1), middle, narrow, D)
+        b_dx = packed_backward(b_dx, b_grad, s_q, s_tiles, s_added.index(1), narrow, narrow - middle, D)
 
         # b_dx is the gradient of scale · query, on which alone everything depends.
         b_q = s_q.load(accumulator(D, WARPS)).to(gl.float32)
@@ -219,11 +246,9 @@ def key_backward(
     p_dkey, p_dvalue = p_dkey + i_state * N * DIM, p_dvalue + i_state * N * DV
     if p_mask is not None:
         p_mask += i_b.to(gl.int64) * N
-    middle, last = gl.load(p_first + 1), gl.load(p_first + 2)
-    s_tiles = shared_map(p_tiles + i_map * NUM_TILES * D * GROUP, NUM_TILES, dtype, D, HELD)
-    s_weights, s_added = shared_features(
-        p_root + i_map * 2 * GROUP, p_degrees, middle, last, KEY_SCALE, dtype
-    )
+    middle, narrow = gl.load(p_first + 1), gl.load(p_first + 3)
+    s_tiles = shared_map(p_tiles + i_map * NUM_TILES * D * GROUP, p_first, NUM_TILES, dtype, D, HELD)
+    s_weights, s_added = shared_features(p_root + i_map * 2 * GROUP, p_degrees, p_first, KEY_SCALE, dtype)
     s_sums, s_totals = shared_sums(p_dsums, p_dtotals, i_state, dtype, V)
     s_dkey, s_mean = shared_copy(p_dkey_mean + i_state * D, D), shared_copy(p_value_mean + i_state * V, V)
     s_to_mean = shared_copy(p_to_mean + i_state * V, V)
@@ -250,9 +275,11 @@ def key_backward(
             + s_to_mean.load(by_column(V, WARPS))[None, :]
         )
         for j in gl.static_range(2):
-            first, end = (0, middle) if j == 0 else (middle, last)
+            first, end = (0, middle) if j == 0 else (middle, narrow)
             b_weight = s_weights.index(j).load(by_column(GROUP, WARPS))
             b_product = products(s_k, s_tiles, s_added.index(j), first, end)
+            if j == 1:
+                b_product, _ = times_packed(b_product, s_k, s_tiles, s_added.index(1), end, end - first)
             b_phi = (b_product * (b_weight * KEY_SCALE)[None, :]).to(dtype)
             b_dv = add(gl.convert_layout(b_phi, operand(V, WARPS)), s_sums.index(j), b_dv)
             b_dv = warpgroup_mma_wait(0, [b_dv])
@@ -260,6 +287,8 @@ def key_backward(
             b_grad += s_totals.index(j).load(by_column(GROUP, WARPS))[None, :]
             b_grad *= b_product * b_weight[None, :]
             b_dx = products_backward(b_dx, b_grad, s_k, s_tiles, s_added.index(j), first, end, D)
+            if j == 1:
+                b_dx = packed_backward(b_dx, b_grad, s_k, s_tiles, s_added.index(1), end, end - first, D)
         # What is masked gets zeros; what lies behind the end gets nothing.
         if p_mask is not None:
             b_dv = gl.where(visible(k_start, N, by_row(V, WARPS), p_mask)[:, None], b_dv, 0.0)
