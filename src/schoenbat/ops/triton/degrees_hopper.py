@@ -150,6 +150,7 @@ def products(s_x, s_tiles, s_added, first, last, full=None):
 
     Up to the tile `full` every feature has a factor. Products that are divided again are formed without it.
     """
+    first = anew(first)
     if full is None:
         b_product = warpgroup_mma_wait(0, [start_level(s_x, s_tiles, s_added, first, 0)])
         mixed = first + 1
@@ -186,7 +187,7 @@ def side_by_side(b_low, b_high, HALF: gl.constexpr):
 @gluon.jit
 def times_packed(b_product, s_x, s_tiles, s_added, i_tile, level):
     """The products of the second group times their factors in the packed tiles; those of the first group's last 16 features."""
-    b_first, b_second = two_levels(s_x, s_tiles, s_added, i_tile, level)
+    b_first, b_second = two_levels(s_x, s_tiles, s_added, anew(i_tile), level)
     b_32, b_rest = halves(b_first, 32)
     b_16, b_eights = halves(b_rest, 16)
     b_four, b_rest = halves(b_second, 32)

@@ -33,6 +33,7 @@ from schoenbat.ops.triton.hopper import (
     NARROW,
     accumulator,
     add,
+    anew,
     by_column,
     by_row,
     copy_rows,
@@ -63,6 +64,7 @@ def products_backward(b_dx, b_grad, s_x, s_tiles, s_added, first, last, D: gl.co
     """Add to the gradient of scaled rows what comes from a group; b_grad is that of its products, times the products."""
     dtype: gl.constexpr = s_x.dtype
     layout: gl.constexpr = operand(D, WARPS)
+    last = anew(last)
     for i in range(first, last - 1, 2):
         b_a, b_b = two_levels(s_x, s_tiles, s_added, i, i - first)
         b_share = b_grad * reciprocal(b_a * b_b)
@@ -82,6 +84,7 @@ def packed_backward(b_dx, b_grad, s_x, s_tiles, s_added, i_tile, level, D: gl.co
     """The same for the second group's packed tiles; the first group's factors there get nothing, it has them elsewhere, too."""
     dtype: gl.constexpr = s_x.dtype
     layout: gl.constexpr = operand(D, WARPS)
+    i_tile = anew(i_tile)
     b_first, b_second = two_levels(s_x, s_tiles, s_added, i_tile, level)
     _, b_32 = halves(b_grad, 32)
     _, b_16 = halves(b_32, 16)
