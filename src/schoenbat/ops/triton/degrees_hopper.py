@@ -185,9 +185,8 @@ def side_by_side(b_low, b_high, HALF: gl.constexpr):
 
 
 @gluon.jit
-def times_packed(b_product, s_x, s_tiles, s_added, i_tile, level):
+def times_packed(b_product, b_first, b_second):
     """The products of the second group times their factors in the packed tiles; those of the first group's last 16 features."""
-    b_first, b_second = two_levels(s_x, s_tiles, s_added, anew(i_tile), level)
     b_32, b_rest = halves(b_first, 32)
     b_16, b_eights = halves(b_rest, 16)
     b_four, b_rest = halves(b_second, 32)
@@ -221,7 +220,8 @@ def second_products(s_x, s_tiles, s_added, of_second):
     """Products of the second group that are not divided by their factors; the factors of the first group's last features."""
     middle, narrow, full = of_second
     b_product = products(s_x, s_tiles, s_added.index(1), middle, narrow, full)
-    return times_packed(b_product, s_x, s_tiles, s_added.index(1), narrow, narrow - middle)
+    b_first, b_second = two_levels(s_x, s_tiles, s_added.index(1), anew(narrow), narrow - middle)
+    return times_packed(b_product, b_first, b_second)
 
 
 @gluon.jit
