@@ -109,6 +109,17 @@ def test_rows_of_zeros_have_gradients():
     assert_close_to_specification(draw_map(), tensors, torch.tensor([2.0]))
 
 
+def test_projections_that_cancel_have_gradients():
+    """Of each kind of level some factors are zero: the terms of a projection are each other's opposite."""
+    features = draw_map()
+    factors = torch.cat(features.map(torch.float32).blocks.maps, -1)[0, :, ::4].to("cpu", torch.bfloat16)
+    tensors, count = draw(200, 200), factors.shape[-1]
+    for x in tensors[:2]:
+        x[..., :count, :] = 0.0
+        x[..., :count, 0], x[..., :count, 1] = factors[1], -factors[0]
+    assert_close_to_specification(features, tensors, torch.tensor([2.0]))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("length", [1000, 4096, 16384 + 7])
 def test_long_sequences_on_a_gpu(length):
