@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 import triton
-from ops.triton.sass import overwritten, running
+from ops.triton.sass import overwritten, rewritten, running
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -143,6 +143,7 @@ def usage(kernel, constants, dtype, tiles, arch):
     return {
         "running": running(code),
         "overwritten": overwritten(code),
+        "rewritten": rewritten(code),
         "registers": registers,
         "limit": tiles.registers,
         "stack": stack,

@@ -107,6 +107,27 @@ def running(printed: str) -> int:
     return max(int(left, 16) for left in waits)
 
 
+def rewritten(printed: str) -> list[str]:
+    """Products whose registers something else is written to before they are waited for: their addresses."""
+    program = Program(printed)
+    wrong = []
+    for place, instruction in enumerate(program.code):
+        operand = set(instruction.operand)
+        reached = set(program.followers[place]) if operand else set()
+        waiting = deque(reached)
+        while waiting:
+            follower = waiting.popleft()
+            if program.code[follower].name.startswith("WARPGROUP.DEPBAR"):
+                continue
+            if operand.intersection(program.code[follower].written):
+                wrong.append(instruction.address)
+                break
+            more = set(program.followers[follower]) - reached
+            reached |= more
+            waiting.extend(more)
+    return wrong
+
+
 def overwritten(printed: str) -> list[str]:
     """Products that find something else in their registers the second time round: their addresses.
 

@@ -87,6 +87,12 @@ def test_products_that_read_registers_are_waited_for_at_once(usages):
         assert usage["running"] == 0, usage
 
 
+def test_registers_of_products_are_not_written_to_before_these_are_waited_for(usages):
+    """What is computed meanwhile goes elsewhere."""
+    for usage in usages:
+        assert usage["rewritten"] == [], usage
+
+
 def test_products_that_read_registers_find_the_same_in_them_again(usages):
     """The same assemblers may give such registers to others where a loop needs them again."""
     for usage in usages:

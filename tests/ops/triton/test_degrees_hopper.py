@@ -8,6 +8,7 @@ from ops.triton import specification
 from ops.triton.specification import DEVICE, assert_close_to_specification, recorded
 from oracle import make_map
 
+from schoenbat.kernels import polynomial
 from schoenbat.ops.unit_rows import UnitRows
 
 pytest.importorskip("triton.experimental.gluon")
@@ -40,13 +41,47 @@ def passes(request, monkeypatch):
     assert run == ["summarize", "read", "read_backward", "summarize", "key_backward"]
 
 
-def draw_map(dim=64, num_features=128, **options):
-    return make_map("unbiased", dim, num_features, dtype=torch.float32, device=DEVICE, scale=4.0, **options)
+def draw_map(dim=64, num_features=128, scale=4.0, **options):
+    return make_map("unbiased", dim, num_features, dtype=torch.float32, device=DEVICE, scale=scale, **options)
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (300, 300), (70, 200)])
 def test_matches_the_specification(queries, keys):
     assert_close_to_specification(draw_map(), draw(queries, keys), torch.tensor([2.0]))
+
+
+@pytest.mark.parametrize(
+    ("num_features", "options", "packing"),
+    [
+        (66, {"scale": 1.0}, (1, 2, 1, 1, 2)),
+        (72, {}, (2, 6, 1, 1, 4)),
+        (110, {}, (3, 8, 3, 1, 6)),
+        (129, {}, (4, 9, 3, 1, 8)),
+        (80, {"scale": 8.0}, (5, 14, 4, 1, 11)),
+        (128, {"kernel": polynomial(4, 0.25)}, (4, 8, 4, 1, 8)),
+        (128, {"kernel": polynomial(6, 0.25)}, (6, 12, 6, 3, 12)),
+    ],
+    ids=[
+        "one level of each group alone",
+        "an even number of levels alone",
+        "a first group with a wide highest level",
+        "no padding",
+        "almost as many tiles as there is room for",
+        "no level that serves few features",
+        "more than one level on which all features have factors",
+    ],
+)
+def test_levels_that_share_tiles(num_features, options, packing):
+    from schoenbat.ops.triton.plan import make_plan
+
+    features = draw_map(64, num_features, **options)
+    mapped = features.map(torch.bfloat16)
+    laid_out = make_plan(mapped.blocks, mapped.weight, torch.bfloat16, 64, True, True)
+    middle, _, *rest = laid_out.first.tolist()[1:]
+    assert (middle, *rest) == packing
+    # Where a polynomial is approximated, denominators come near their floors, and gradients jump there.
+    scale = torch.tensor([4.0 if "kernel" in options else 2.0])
+    assert_close_to_specification(features, draw(90, 140), scale)
 
 
 def test_masks_groups_and_maps_per_head():
@@ -72,6 +107,17 @@ def test_rows_of_zeros_have_gradients():
     for x in tensors[:2]:
         x[..., 3:7, :] = 0.0
     assert_close_to_specification(draw_map(), tensors, torch.tensor([2.0]))
+
+
+def test_projections_that_cancel_have_gradients():
+    """Of each kind of level some factors are zero: the terms of a projection are each other's opposite."""
+    features = draw_map()
+    factors = torch.cat(features.map(torch.float32).blocks.maps, -1)[0, :, ::4].to("cpu", torch.bfloat16)
+    tensors, count = draw(200, 200), factors.shape[-1]
+    for x in tensors[:2]:
+        x[..., :count, :] = 0.0
+        x[..., :count, 0], x[..., :count, 1] = factors[1], -factors[0]
+    assert_close_to_specification(features, tensors, torch.tensor([2.0]))
 
 
 @pytest.mark.gpu

@@ -87,3 +87,27 @@ def test_a_map_to_train_is_the_same_from_pairs_of_a_projection(head_dim, num_fea
     projected, plain = (make_plan(*both, bidirectional=bidirectional) for bidirectional in (True, False))
     assert projected.quadratic > 1 == plain.quadratic
     assert torch.equal(narrowed(projected).tiles, narrowed(plain).tiles)
+
+
+@pytest.mark.parametrize("num_features", [66, 100, 128, 129])
+def test_levels_that_serve_few_features_share_tiles(num_features):
+    """Every factor is in one of the tiles that are needed, and only once."""
+    from schoenbat.ops.triton.plan import PACKED_TILES, Packing, make_plan
+
+    feature_map = make_map("unbiased", 64, num_features, dtype=torch.float32, scale=4.0).map(torch.float32)
+    plan = make_plan(feature_map.blocks, feature_map.weight, torch.float32, 64, True, True)
+    middle, _, *packed = plan.first.tolist()[1:]
+    packing = Packing(*packed)
+    needed = [
+        *range(packing.short),
+        *range(middle, packing.narrow),
+        *range(plan.tiles.shape[1])[-PACKED_TILES:],
+    ]
+    factors = plan.tiles[0, needed].transpose(-2, -1).flatten(0, 1)
+    factors = factors[factors.any(-1)]
+    given = torch.cat(feature_map.blocks.maps, -1)[0].T
+    assert sorted(factors.tolist()) == sorted(given.tolist())
+    assert plan.held == packing.narrow + PACKED_TILES < plan.tiles.shape[1] - PACKED_TILES
+    least = plan.degrees[plan.degrees > 0]
+    assert torch.equal(least, least.sort().values)
+    assert not plan.degrees[: plan.padding(len(least))[0]].any()

@@ -1,7 +1,7 @@
 """Reading what nvdisasm prints."""
 
 import pytest
-from ops.triton.sass import overwritten, running
+from ops.triton.sass import overwritten, rewritten, running
 
 PRODUCT = "HGMMA.64x64x16.F32.BF16 R56, R128, gdesc[UR8], R56, gsb0"
 WAIT = "WARPGROUP.DEPBAR.LE gsb0, 0x0"
@@ -61,6 +61,12 @@ def test_an_operand_that_is_still_there_or_new_or_back_is_right(code):
 def test_a_write_under_a_condition_counts():
     code = loop(PRODUCT, WAIT, *(f"@P3 {line}" for line in OTHERS), before=OPERAND)
     assert overwritten(code) == ["0050"]
+
+
+def test_an_operand_that_is_written_before_the_wait_is_found():
+    assert rewritten(printed(*OPERAND, PRODUCT, "IADD3 R7, R1, R2, RZ", OTHERS[3], WAIT)) == ["0040"]
+    assert rewritten(loop(PRODUCT, *OPERAND)) == ["0010"]
+    assert rewritten(loop(*OPERAND, PRODUCT, WAIT, *OTHERS)) == []
 
 
 def test_products_that_a_wait_leaves_running_are_counted():

@@ -1,8 +1,9 @@
 """Bidirectional attention by maps of many degrees on Hopper: all directions of a map stay in shared memory.
 
 What is computed is in `bidirectional_sums` and `bidirectional`: `summarize` leaves the same parts of the sums, `read` gives
-the same outputs. A map has two groups of GROUP features, each a product of as many projections as its degree says. A program
-of two warp groups works on tiles of ROWS rows, so that one may multiply factors while the other multiplies matrices.
+the same outputs. A map has two groups of GROUP features, each a product of as many projections as its degree says: one for each
+level below it. The highest levels serve few features, and share two tiles of directions: `plan.Packing` says which. A program of
+two warp groups works on tiles of ROWS rows, so that one may multiply factors while the other multiplies matrices.
 
 Names are those of `hopper`.
 """
@@ -56,36 +57,64 @@ def flat(columns):
 
 
 @gluon.jit
-def shared_map(p_tiles, NUM_TILES, dtype: gl.constexpr, D: gl.constexpr, HELD: gl.constexpr):
-    """Begin to copy all tiles of directions, of which there may be fewer than there is room for."""
+def shared_map(p_tiles, p_first, NUM_TILES, dtype: gl.constexpr, D: gl.constexpr, HELD: gl.constexpr):
+    """Begin to copy the tiles of directions that are needed, of which there may be fewer than there is room for.
+
+    The two that are packed follow the others.
+    """
     s_tiles = shared_tiles(dtype, HELD, D, GROUP)
-    for i in range(NUM_TILES):
-        copy_tile(s_tiles.index(i), p_tiles + i * D * GROUP, D, GROUP)
+    narrow = gl.load(p_first + 3)
+    for i in range(narrow + 2):
+        i_tile = i if i < narrow else NUM_TILES - 2 + i - narrow
+        copy_tile(s_tiles.index(i), p_tiles + i_tile * D * GROUP, D, GROUP)
     return s_tiles
 
 
 @gluon.jit
-def shared_features(p_root, p_degrees, middle, last, scale, dtype: gl.constexpr):
+def shared_features(p_root, p_degrees, p_first, scale, dtype: gl.constexpr):
     """Of each group the weights of its features, ``√w scale^(degree − 1)``, and what is added to its projections.
 
-    What is added is a row for each level: 1 for features that have no factor there, whose directions are zeros. To all
+    What is added is a row for each tile: 1 for features that have no factor there, whose directions are zeros. To all
     others almost nothing, so that no factor is zero: products can be divided by each of them.
     """
     layout: gl.constexpr = in_memory(GROUP, WARPS)
     vectors: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     s_weights = gl.allocate_shared_memory(gl.float32, [2, GROUP], vectors)
     s_added = shared_tiles(dtype, 2, NARROW, GROUP)
+    middle, last = gl.load(p_first + 1), gl.load(p_first + 2)
     for i in gl.static_range(2):
         o_f = i * GROUP + gl.arange(0, GROUP, by_column(GROUP, WARPS))
         b_degree, b_weight = gl.load(p_degrees + o_f), gl.load(p_root + o_f)
         for level in range(1, middle if i == 0 else last - middle):
             b_weight = gl.where(b_degree > level, b_weight * scale, b_weight)
         s_weights.index(i).store(b_weight)
-        o_f = i * GROUP + gl.arange(0, GROUP, gl.SliceLayout(0, layout))
-        o_level = gl.arange(0, NARROW, gl.SliceLayout(1, layout))
-        b_added = gl.where(gl.load(p_degrees + o_f)[None, :] > o_level[:, None], TINY, 1.0)
+        o_level = gl.arange(0, NARROW, gl.SliceLayout(1, layout))[:, None]
+        o_f = i * GROUP + gl.arange(0, GROUP, gl.SliceLayout(0, layout))[None, :]
+        if i == 1:
+            o_level, o_f = packed_places(
+                o_level, o_f - GROUP, gl.load(p_first + 3) - middle, gl.load(p_first + 4)
+            )
+        b_added = gl.where(gl.load(p_degrees + o_f) > o_level, TINY, 1.0)
         s_added.index(i).store(b_added.to(dtype))
     return s_weights, s_added
+
+
+@gluon.jit
+def packed_places(o_tile, o_column, narrow, short):
+    """The levels and features at the places of the second group's tiles, of which those from `narrow` on are packed.
+
+    The first of them has 32 features of a level, 16 of the next and 8 of two more, the second 8 of six levels and 16 of the
+    first group's level `short`: see `plan.PACKED`.
+    """
+    o_later = (o_column >= 32).to(gl.int32) + (o_column >= 48).to(gl.int32) + (o_column >= 56).to(gl.int32)
+    o_shift = gl.where(o_later == 0, 32, gl.where(o_later == 1, 16, gl.where(o_later == 2, 8, 0)))
+    m_of_first = o_column >= 48
+    o_second_level = gl.where(m_of_first, short, narrow + 4 + o_column // 8)
+    o_second = gl.where(m_of_first, o_column, GROUP + 56 + o_column % 8)
+    m_wide, m_first = o_tile < narrow, o_tile == narrow
+    o_level = gl.where(m_wide, o_tile, gl.where(m_first, narrow + o_later, o_second_level))
+    o_feature = gl.where(m_wide, GROUP + o_column, gl.where(m_first, GROUP + o_column + o_shift, o_second))
+    return o_level, o_feature
 
 
 @gluon.jit
@@ -98,7 +127,13 @@ def start_level(s_x, s_tiles, s_added, i_tile, level):
     layout: gl.constexpr = operand(GROUP, WARPS)
     m_level = gl.arange(0, NARROW, gl.SliceLayout(0, layout)) == anew(level)
     b_own = gl.zeros([ROWS, NARROW], gl.float32, layout) + gl.where(m_level, 1.0, 0.0)[None, :]
-    return add(b_own.to(s_x.dtype), s_added, start(s_x, s_tiles.index(i_tile), ROWS, GROUP))
+    return add(b_own.to(s_x.dtype), s_added, start_full(s_x, s_tiles, i_tile))
+
+
+@gluon.jit
+def start_full(s_x, s_tiles, i_tile):
+    """The same where every feature has a factor, and nobody divides by it."""
+    return start(s_x, s_tiles.index(i_tile), ROWS, GROUP)
 
 
 @gluon.jit
@@ -110,16 +145,90 @@ def two_levels(s_x, s_tiles, s_added, i_tile, level):
 
 
 @gluon.jit
-def products(s_x, s_tiles, s_added, first, last):
-    """A group's products of projections, [ROWS, GROUP]; two levels at a time."""
-    b_product = warpgroup_mma_wait(0, [start_level(s_x, s_tiles, s_added, first, 0)])
-    for i in range(first + 1, last - 1, 2):
+def products(s_x, s_tiles, s_added, first, last, full=None):
+    """A group's products of projections, [ROWS, GROUP]; two levels at a time.
+
+    Up to the tile `full` every feature has a factor. Products that are divided again are formed without it.
+    """
+    first = anew(first)
+    if full is None:
+        b_product = warpgroup_mma_wait(0, [start_level(s_x, s_tiles, s_added, first, 0)])
+        mixed = first + 1
+    else:
+        b_product = warpgroup_mma_wait(0, [start_full(s_x, s_tiles, first)])
+        mixed = first + 1 + (gl.minimum(full, last) - first - 1) // 2 * 2
+        for i in range(first + 1, mixed, 2):
+            b_a, b_b = start_full(s_x, s_tiles, i), start_full(s_x, s_tiles, i + 1)
+            b_a, b_b = warpgroup_mma_wait(0, [b_a, b_b])
+            b_product = b_product * b_a * b_b
+    for i in range(mixed, last - 1, 2):
         b_a, b_b = two_levels(s_x, s_tiles, s_added, i, i - first)
         b_product = b_product * b_a * b_b
-    if (last - first) % 2 == 0:
+    if (last - mixed) % 2 == 1:
         b_a = start_level(s_x, s_tiles, s_added, last - 1, last - 1 - first)
         b_product = b_product * warpgroup_mma_wait(0, [b_a])
     return b_product
+
+
+@gluon.jit
+def halves(b, HALF: gl.constexpr):
+    """The first and the last HALF columns: other names for the same registers."""
+    layout: gl.constexpr = accumulator(HALF, WARPS)
+    b_low, b_high = gl.split(gl.permute(gl.reshape(b, [ROWS, 2, HALF]), (0, 2, 1)))
+    return gl.convert_layout(b_low, layout), gl.convert_layout(b_high, layout)
+
+
+@gluon.jit
+def side_by_side(b_low, b_high, HALF: gl.constexpr):
+    b_whole = gl.reshape(gl.permute(gl.join(b_low, b_high), (0, 2, 1)), [ROWS, 2 * HALF])
+    return gl.convert_layout(b_whole, accumulator(2 * HALF, WARPS))
+
+
+@gluon.jit
+def times_packed(b_product, b_first, b_second):
+    """The products of the second group times their factors in the packed tiles; those of the first group's last 16 features."""
+    b_32, b_rest = halves(b_first, 32)
+    b_16, b_eights = halves(b_rest, 16)
+    b_four, b_rest = halves(b_second, 32)
+    b_two, b_of_first = halves(b_rest, 16)
+    b_a, b_b = halves(b_four, 16)
+    b_a, b_b = halves(b_eights * b_a * b_b * b_two, 8)
+    b_low, b_high = halves(b_product, 32)
+    b_middle, b_top = halves(b_high * b_32, 16)
+    b_last_but_one, b_last = halves(b_top * b_16, 8)
+    b_top = side_by_side(b_last_but_one, b_last * b_a * b_b, 8)
+    return side_by_side(b_low, side_by_side(b_middle, b_top, 16), 32), b_of_first
+
+
+@gluon.jit
+def times_last(b_product, b_factor):
+    """The products of the first group times the factors of its last 16 features."""
+    b_low, b_high = halves(b_product, 32)
+    b_middle, b_top = halves(b_high, 16)
+    return side_by_side(b_low, side_by_side(b_middle, b_top * b_factor, 16), 32)
+
+
+@gluon.jit
+def packing(p_first):
+    """Of each group what `plan.Packing` says: where it ends, but for what is packed, and up to where it is full."""
+    narrow, short = gl.load(p_first + 3), gl.load(p_first + 4)
+    return (short, gl.load(p_first + 5)), (gl.load(p_first + 1), narrow, gl.load(p_first + 6))
+
+
+@gluon.jit
+def second_products(s_x, s_tiles, s_added, of_second):
+    """Products of the second group that are not divided by their factors; the factors of the first group's last features."""
+    middle, narrow, full = of_second
+    b_product = products(s_x, s_tiles, s_added.index(1), middle, narrow, full)
+    b_first, b_second = two_levels(s_x, s_tiles, s_added.index(1), anew(narrow), narrow - middle)
+    return times_packed(b_product, b_first, b_second)
+
+
+@gluon.jit
+def first_products(s_x, s_tiles, s_added, b_last, of_first):
+    """Those of the first group."""
+    short, full = of_first
+    return times_last(products(s_x, s_tiles, s_added.index(0), 0, short, full), b_last)
 
 
 @gluon.jit
@@ -157,10 +266,9 @@ def read(
     scale = gl.load(p_scale + i_h)
     constant, zeroth = gl.load(p_coefficients + 3 * i_map), gl.load(p_coefficients + 3 * i_map + 1)
     slope = gl.load(p_coefficients + 3 * i_map + 2)
-    middle, last = gl.load(p_first + 1), gl.load(p_first + 2)
-
-    s_tiles = shared_map(p_tiles + i_map * NUM_TILES * D * GROUP, NUM_TILES, dtype, D, HELD)
-    s_weights, s_added = shared_features(p_root + i_map * 2 * GROUP, p_degrees, middle, last, scale, dtype)
+    of_first, of_second = packing(p_first)
+    s_tiles = shared_map(p_tiles + i_map * NUM_TILES * D * GROUP, p_first, NUM_TILES, dtype, D, HELD)
+    s_weights, s_added = shared_features(p_root + i_map * 2 * GROUP, p_degrees, p_first, scale, dtype)
     s_sums = shared_tiles(dtype, 2, GROUP, V)
     copy_tile(s_sums.index(0), p_sums + i_state * 2 * GROUP * V, GROUP, V)
     copy_tile(s_sums.index(1), p_sums + (i_state * 2 + 1) * GROUP * V, GROUP, V)
@@ -183,15 +291,15 @@ def read(
         fence_async_shared()
         b_logit = start(s_q, s_mean.index(0), ROWS, NARROW)
         b_logit = scale * row_sums(warpgroup_mma_wait(0, [b_logit]))
-        b_phi = products(s_q, s_tiles, s_added.index(0), 0, middle)
-        b_phi = (b_phi * (s_weights.index(0).load(by_column(GROUP, WARPS)) * scale)[None, :]).to(dtype)
-        b_numerator = start(gl.convert_layout(b_phi, operand(V, WARPS)), s_sums.index(0), ROWS, V)
-        b_total = start(gl.convert_layout(b_phi, operand(NARROW, WARPS)), s_first.index(0), ROWS, NARROW)
-        b_numerator, b_total = warpgroup_mma_wait(0, [b_numerator, b_total])
-        b_phi = products(s_q, s_tiles, s_added.index(1), middle, last)
+        b_phi, b_last = second_products(s_q, s_tiles, s_added, of_second)
         b_phi = (b_phi * (s_weights.index(1).load(by_column(GROUP, WARPS)) * scale)[None, :]).to(dtype)
-        b_numerator = add(gl.convert_layout(b_phi, operand(V, WARPS)), s_sums.index(1), b_numerator)
-        b_total = add(gl.convert_layout(b_phi, operand(NARROW, WARPS)), s_second.index(0), b_total)
+        b_numerator = start(gl.convert_layout(b_phi, operand(V, WARPS)), s_sums.index(1), ROWS, V)
+        b_total = start(gl.convert_layout(b_phi, operand(NARROW, WARPS)), s_second.index(0), ROWS, NARROW)
+        b_numerator, b_total = warpgroup_mma_wait(0, [b_numerator, b_total])
+        b_phi = first_products(s_q, s_tiles, s_added, b_last, of_first)
+        b_phi = (b_phi * (s_weights.index(0).load(by_column(GROUP, WARPS)) * scale)[None, :]).to(dtype)
+        b_numerator = add(gl.convert_layout(b_phi, operand(V, WARPS)), s_sums.index(0), b_numerator)
+        b_total = add(gl.convert_layout(b_phi, operand(NARROW, WARPS)), s_first.index(0), b_total)
         b_numerator, b_total = warpgroup_mma_wait(0, [b_numerator, b_total])
 
         b_total = row_sums(b_total) + constant
@@ -228,8 +336,7 @@ def zeros(COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def store_features(s_phi, s_x, s_tiles, s_added, s_weight, scale, first, last):
-    b_phi = products(s_x, s_tiles, s_added, first, last)
+def store_features(s_phi, b_phi, s_weight, scale):
     s_phi.store((b_phi * (s_weight.load(by_column(GROUP, WARPS)) * scale)[None, :]).to(s_phi.dtype))
 
 
@@ -260,9 +367,9 @@ def summarize(
         s_scale, s_row_weight, s_mean_weight = shared_vector(ROWS), shared_vector(ROWS), shared_vector(ROWS)
     else:
         m_narrow.index(0).store(gl.full([ROWS, NARROW], 1.0, dtype, accumulator(NARROW, WARPS)))
-    middle, last = gl.load(p_first + 1), gl.load(p_first + 2)
-    s_tiles = shared_map(p_tiles + i_map * NUM_TILES * D * GROUP, NUM_TILES, dtype, D, HELD)
-    s_weights, s_added = shared_features(p_root + i_map * 2 * GROUP, p_degrees, middle, last, scale, dtype)
+    of_first, of_second = packing(p_first)
+    s_tiles = shared_map(p_tiles + i_map * NUM_TILES * D * GROUP, p_first, NUM_TILES, dtype, D, HELD)
+    s_weights, s_added = shared_features(p_root + i_map * 2 * GROUP, p_degrees, p_first, scale, dtype)
     s_xs, m_rows, s_phi = (
         shared_pair(dtype, D),
         shared_tile(dtype, ROWS, V),
@@ -287,12 +394,10 @@ def summarize(
             b_x, b_v = warpgroup_mma_wait(0, [b_x, b_v])
             if p_row_scale is not None:
                 store_multiplied(s_rows, s_rows, s_scale, V)
-            store_features(
-                s_phi.index(0), s_x, s_tiles, s_added.index(0), s_weights.index(0), scale, 0, middle
-            )
-            store_features(
-                s_phi.index(1), s_x, s_tiles, s_added.index(1), s_weights.index(1), scale, middle, last
-            )
+            b_phi, b_last = second_products(s_x, s_tiles, s_added, of_second)
+            store_features(s_phi.index(1), b_phi, s_weights.index(1), scale)
+            b_phi = first_products(s_x, s_tiles, s_added, b_last, of_first)
+            store_features(s_phi.index(0), b_phi, s_weights.index(0), scale)
             fence_async_shared()
             s_phi1, s_phi2 = s_phi.index(0).permute((1, 0)), s_phi.index(1).permute((1, 0))
             b_s1, b_s2 = add(s_phi1, s_rows, b_s1), add(s_phi2, s_rows, b_s2)

@@ -17,12 +17,16 @@ from schoenbat.ops.triton.degrees_hopper import (
     LENGTHS,
     ROWS,
     WARPS,
+    halves,
     products,
     shared_copy,
     shared_features,
     shared_map,
     shared_narrow,
+    side_by_side,
     start_level,
+    times_last,
+    times_packed,
     two_levels,
 )
 from schoenbat.ops.triton.hopper import (
@@ -30,6 +34,7 @@ from schoenbat.ops.triton.hopper import (
     NARROW,
     accumulator,
     add,
+    anew,
     by_column,
     by_row,
     copy_rows,
@@ -56,22 +61,69 @@ def reciprocal(b):
 
 
 @gluon.jit
+def both_products(s_x, s_tiles, s_added, short, middle, narrow):
+    """The products of both groups; the factors in the packed tiles, which are held until they get their gradients."""
+    b_one = products(s_x, s_tiles, s_added.index(0), 0, short)
+    b_two = products(s_x, s_tiles, s_added.index(1), middle, narrow)
+    b_first, b_second = two_levels(s_x, s_tiles, s_added.index(1), anew(narrow), narrow - middle)
+    b_two, b_last = times_packed(b_two, b_first, b_second)
+    return times_last(b_one, b_last), b_two, b_first, b_second
+
+
+@gluon.jit
+def both_backward(
+    b_dx, b_one, b_two, b_first, b_second, s_x, s_tiles, s_added, short, middle, narrow, D: gl.constexpr
+):
+    """Add to the gradient of scaled rows; of both groups the gradients of their products, times these."""
+    b_dx = packed_backward(b_dx, b_one, b_two, b_first, b_second, s_tiles, anew(narrow), D)
+    b_dx = products_backward(b_dx, b_one, s_x, s_tiles, s_added.index(0), 0, short, D)
+    return products_backward(b_dx, b_two, s_x, s_tiles, s_added.index(1), middle, narrow, D)
+
+
+@gluon.jit
 def products_backward(b_dx, b_grad, s_x, s_tiles, s_added, first, last, D: gl.constexpr):
-    """Add to the gradient of scaled rows what comes from a group; b_grad is that of its products, times the products."""
+    """What comes from a group, but for its packed levels."""
     dtype: gl.constexpr = s_x.dtype
     layout: gl.constexpr = operand(D, WARPS)
+    last = anew(last)
     for i in range(first, last - 1, 2):
         b_a, b_b = two_levels(s_x, s_tiles, s_added, i, i - first)
         b_share = b_grad * reciprocal(b_a * b_b)
-        b_to_a = gl.convert_layout((b_share * b_b).to(dtype), layout)
-        b_to_b = gl.convert_layout((b_share * b_a).to(dtype), layout)
-        b_dx = add(b_to_a, s_tiles.index(i).permute((1, 0)), b_dx)
-        b_dx = warpgroup_mma_wait(0, [add(b_to_b, s_tiles.index(i + 1).permute((1, 0)), b_dx)])
+        b_dx = two_backward(b_dx, b_share * b_b, b_share * b_a, s_tiles, i, D)
     if (last - first) % 2 == 1:
         b_a = warpgroup_mma_wait(0, [start_level(s_x, s_tiles, s_added, last - 1, last - 1 - first)])
         b_to_a = gl.convert_layout((b_grad * reciprocal(b_a)).to(dtype), layout)
         b_dx = warpgroup_mma_wait(0, [add(b_to_a, s_tiles.index(last - 1).permute((1, 0)), b_dx)])
     return b_dx
+
+
+@gluon.jit
+def packed_backward(b_dx, b_one, b_two, b_first, b_second, s_tiles, i_tile, D: gl.constexpr):
+    """What comes from the packed levels: at each place there the gradient of its feature, divided by the factor."""
+    _, b_32 = halves(b_two, 32)
+    _, b_16 = halves(b_32, 16)
+    _, b_8 = halves(b_16, 8)
+    _, b_of_first = halves(b_one, 32)
+    _, b_of_first = halves(b_of_first, 16)
+    b_eights = side_by_side(b_8, b_8, 8)
+    b_to_first = side_by_side(b_32, side_by_side(b_16, b_eights, 16), 32)
+    b_to_second = side_by_side(
+        side_by_side(b_eights, b_eights, 16), side_by_side(b_eights, b_of_first, 16), 32
+    )
+    # Places that share a division are of other features: only quotients are sure to be in range.
+    b_share = reciprocal(b_first * b_second)
+    b_to_first, b_to_second = b_to_first * (b_share * b_second), b_to_second * (b_share * b_first)
+    return two_backward(b_dx, b_to_first, b_to_second, s_tiles, i_tile, D)
+
+
+@gluon.jit
+def two_backward(b_dx, b_to_a, b_to_b, s_tiles, i_tile, D: gl.constexpr):
+    """What comes from two tiles of factors, given their gradients."""
+    layout: gl.constexpr = operand(D, WARPS)
+    b_to_a = gl.convert_layout(b_to_a.to(s_tiles.dtype), layout)
+    b_to_b = gl.convert_layout(b_to_b.to(s_tiles.dtype), layout)
+    b_dx = add(b_to_a, s_tiles.index(i_tile).permute((1, 0)), b_dx)
+    return warpgroup_mma_wait(0, [add(b_to_b, s_tiles.index(i_tile + 1).permute((1, 0)), b_dx)])
 
 
 @gluon.jit
@@ -118,9 +170,9 @@ def read_backward(
     scale = gl.load(p_scale + i_h)
     constant, zeroth = gl.load(p_coefficients + 3 * i_map), gl.load(p_coefficients + 3 * i_map + 1)
     slope = gl.load(p_coefficients + 3 * i_map + 2)
-    middle, last = gl.load(p_first + 1), gl.load(p_first + 2)
-    s_tiles = shared_map(p_tiles + i_map * NUM_TILES * D * GROUP, NUM_TILES, dtype, D, HELD)
-    s_weights, s_added = shared_features(p_root + i_map * 2 * GROUP, p_degrees, middle, last, scale, dtype)
+    middle, narrow, short = gl.load(p_first + 1), gl.load(p_first + 3), gl.load(p_first + 4)
+    s_tiles = shared_map(p_tiles + i_map * NUM_TILES * D * GROUP, p_first, NUM_TILES, dtype, D, HELD)
+    s_weights, s_added = shared_features(p_root + i_map * 2 * GROUP, p_degrees, p_first, scale, dtype)
     s_sums, s_totals = shared_sums(p_sums, p_totals, i_state, dtype, V)
     s_mean, s_means = (
         shared_narrow(p_key_mean + i_state * D, dtype, D),
@@ -144,14 +196,13 @@ def read_backward(
         b_logit = warpgroup_mma_wait(0, [start(s_q, s_mean.index(0), ROWS, NARROW)])
         b_logit = gl.convert_layout(scale * row_sums(b_logit), by_row(GROUP, WARPS))
         # ⟨grad, numerator⟩ and the total, from features and what they are multiplied by.
-        b_one = products(s_q, s_tiles, s_added.index(0), 0, middle)
+        b_one, b_two, b_first, b_second = both_products(s_q, s_tiles, s_added, short, middle, narrow)
         b_phi = b_one * (s_weights.index(0).load(by_column(GROUP, WARPS)) * scale)[None, :]
         b_total = constant + gl.sum(b_phi * s_totals.index(0).load(by_column(GROUP, WARPS))[None, :], axis=1)
-        b_along = gl.sum(b_phi * gradient_of_features(s_g, s_sums.index(0)), axis=1)
-        b_two = products(s_q, s_tiles, s_added.index(1), middle, last)
+        b_along = gl.sum(b_phi * gradient_of_features(s_g, s_sums.index(anew(0))), axis=1)
         b_phi = b_two * (s_weights.index(1).load(by_column(GROUP, WARPS)) * scale)[None, :]
         b_total += gl.sum(b_phi * s_totals.index(1).load(by_column(GROUP, WARPS))[None, :], axis=1)
-        b_along += gl.sum(b_phi * gradient_of_features(s_g, s_sums.index(1)), axis=1)
+        b_along += gl.sum(b_phi * gradient_of_features(s_g, s_sums.index(anew(1))), axis=1)
 
         b_exponent = slope * b_logit
         b_floor = zeroth * gl.exp(gl.minimum(gl.maximum(b_exponent, LOWEST_EXPONENT), 0.0))
@@ -171,16 +222,17 @@ def read_backward(
         b_dx = (
             gl.convert_layout(b_dmean, by_row(D, WARPS))[:, None] * s_means.load(by_column(D, WARPS))[None, :]
         )
-        b_grad = gradient_of_features(s_g, s_sums.index(0)) * b_inverse[:, None]
+        b_grad = gradient_of_features(s_g, s_sums.index(anew(0))) * b_inverse[:, None]
         b_grad += b_dtotal[:, None] * s_totals.index(0).load(by_column(GROUP, WARPS))[None, :]
-        b_grad *= b_one * s_weights.index(0).load(by_column(GROUP, WARPS))[None, :]
-        b_dx = products_backward(b_dx, b_grad, s_q, s_tiles, s_added.index(0), 0, middle, D)
-        b_grad = gradient_of_features(s_g, s_sums.index(1)) * b_inverse[:, None]
+        b_one *= b_grad * s_weights.index(0).load(by_column(GROUP, WARPS))[None, :]
+        b_grad = gradient_of_features(s_g, s_sums.index(anew(1))) * b_inverse[:, None]
         b_grad += b_dtotal[:, None] * s_totals.index(1).load(by_column(GROUP, WARPS))[None, :]
-        b_grad *= b_two * s_weights.index(1).load(by_column(GROUP, WARPS))[None, :]
+        b_two *= b_grad * s_weights.index(1).load(by_column(GROUP, WARPS))[None, :]
         copy_rows(s_g, p_grad, q_start + ROWS, stride_gn, N, DV, V)
         async_copy.commit_group()
-        b_dx = products_backward(b_dx, b_grad, s_q, s_tiles, s_added.index(1), middle, last, D)
+        b_dx = both_backward(
+            b_dx, b_one, b_two, b_first, b_second, s_q, s_tiles, s_added, short, middle, narrow, D
+        )
 
         # b_dx is the gradient of scale · query, on which alone everything depends.
         b_q = s_q.load(accumulator(D, WARPS)).to(gl.float32)
@@ -191,6 +243,16 @@ def read_backward(
         store_rows(p_dquery, q_start, b_dx, s_q, N, DIM, D)
     async_copy.wait_group(0)
     gl.store(p_dscale + gl.program_id(0), gl.sum(b_dscale, axis=0))
+
+
+@gluon.jit
+def through_features(b_dv, b_product, b_weight, KEY_SCALE, s_v, s_sums, s_totals):
+    """Add to the gradient of values what comes from a group; the gradient of its products, times these."""
+    b_phi = (b_product * (b_weight * KEY_SCALE)[None, :]).to(s_sums.dtype)
+    b_dv = add(gl.convert_layout(b_phi, operand(s_sums.shape[1], WARPS)), s_sums, b_dv)
+    b_dv = warpgroup_mma_wait(0, [b_dv])
+    b_grad = gradient_of_features(s_v, s_sums) + s_totals.load(by_column(GROUP, WARPS))[None, :]
+    return b_dv, b_grad * b_product * b_weight[None, :]
 
 
 @gluon.jit
@@ -219,11 +281,9 @@ def key_backward(
     p_dkey, p_dvalue = p_dkey + i_state * N * DIM, p_dvalue + i_state * N * DV
     if p_mask is not None:
         p_mask += i_b.to(gl.int64) * N
-    middle, last = gl.load(p_first + 1), gl.load(p_first + 2)
-    s_tiles = shared_map(p_tiles + i_map * NUM_TILES * D * GROUP, NUM_TILES, dtype, D, HELD)
-    s_weights, s_added = shared_features(
-        p_root + i_map * 2 * GROUP, p_degrees, middle, last, KEY_SCALE, dtype
-    )
+    middle, narrow, short = gl.load(p_first + 1), gl.load(p_first + 3), gl.load(p_first + 4)
+    s_tiles = shared_map(p_tiles + i_map * NUM_TILES * D * GROUP, p_first, NUM_TILES, dtype, D, HELD)
+    s_weights, s_added = shared_features(p_root + i_map * 2 * GROUP, p_degrees, p_first, KEY_SCALE, dtype)
     s_sums, s_totals = shared_sums(p_dsums, p_dtotals, i_state, dtype, V)
     s_dkey, s_mean = shared_copy(p_dkey_mean + i_state * D, D), shared_copy(p_value_mean + i_state * V, V)
     s_to_mean = shared_copy(p_to_mean + i_state * V, V)
@@ -242,30 +302,31 @@ def key_backward(
         make_unit(s_k, EPS, UNIT, DIM, D, s_factor)
         centre_rows(s_v, s_mean, V)
         fence_async_shared()
-        b_dx = (
-            gl.zeros([ROWS, D], gl.float32, accumulator(D, WARPS)) + s_dkey.load(by_column(D, WARPS))[None, :]
-        )
         b_dv = (
             gl.zeros([ROWS, V], gl.float32, accumulator(V, WARPS))
             + s_to_mean.load(by_column(V, WARPS))[None, :]
         )
-        for j in gl.static_range(2):
-            first, end = (0, middle) if j == 0 else (middle, last)
-            b_weight = s_weights.index(j).load(by_column(GROUP, WARPS))
-            b_product = products(s_k, s_tiles, s_added.index(j), first, end)
-            b_phi = (b_product * (b_weight * KEY_SCALE)[None, :]).to(dtype)
-            b_dv = add(gl.convert_layout(b_phi, operand(V, WARPS)), s_sums.index(j), b_dv)
-            b_dv = warpgroup_mma_wait(0, [b_dv])
-            b_grad = gradient_of_features(s_v, s_sums.index(j))
-            b_grad += s_totals.index(j).load(by_column(GROUP, WARPS))[None, :]
-            b_grad *= b_product * b_weight[None, :]
-            b_dx = products_backward(b_dx, b_grad, s_k, s_tiles, s_added.index(j), first, end, D)
+        b_one, b_two, b_first, b_second = both_products(s_k, s_tiles, s_added, short, middle, narrow)
+        b_weight = s_weights.index(0).load(by_column(GROUP, WARPS))
+        b_dv, b_one = through_features(
+            b_dv, b_one, b_weight, KEY_SCALE, s_v, s_sums.index(anew(0)), s_totals.index(0)
+        )
+        b_weight = s_weights.index(1).load(by_column(GROUP, WARPS))
+        b_dv, b_two = through_features(
+            b_dv, b_two, b_weight, KEY_SCALE, s_v, s_sums.index(anew(1)), s_totals.index(1)
+        )
         # What is masked gets zeros; what lies behind the end gets nothing.
         if p_mask is not None:
             b_dv = gl.where(visible(k_start, N, by_row(V, WARPS), p_mask)[:, None], b_dv, 0.0)
         store_rows(p_dvalue, k_start, b_dv, s_v, N, DV, V)
         copy_rows(s_v, p_value, k_start + ROWS, stride_vn, N, DV, V, p_mask)
         async_copy.commit_group()
+        b_dx = (
+            gl.zeros([ROWS, D], gl.float32, accumulator(D, WARPS)) + s_dkey.load(by_column(D, WARPS))[None, :]
+        )
+        b_dx = both_backward(
+            b_dx, b_one, b_two, b_first, b_second, s_k, s_tiles, s_added, short, middle, narrow, D
+        )
         b_dx *= KEY_SCALE
         if UNIT > 0:
             b_dx = unit_backward(

@@ -12,7 +12,8 @@ from schoenbat.ops.triton.plan import Plan
 
 # Copies of 16 bytes want rows that begin at multiples of it; Triton knows of multiples of 16 numbers alone.
 _ALIGNED = 16
-# Tiles of directions that shared memory has room for beside rows and sums; 16 levels at most in one group.
+# Tiles of directions that shared memory has room for beside rows and sums. Each group has one, so that
+# none has more than 16.
 MOST_TILES = 17
 
 
@@ -32,8 +33,7 @@ def takes_pairs(shape: Shape, plan: Plan, rows: Sequence[Tensor]) -> bool:
 
 def takes_degrees(shape: Shape, plan: Plan, rows: Sequence[Tensor]) -> bool:
     """Whether a map has two groups of many degrees, and few enough of them to stay at hand."""
-    fits = plan.is_wide and not plan.identity and plan.num_groups == 2 and plan.tiles.shape[1] <= MOST_TILES
-    return fits and _takes(shape, rows, (64,))
+    return not plan.identity and 0 < plan.held <= MOST_TILES and _takes(shape, rows, (64,))
 
 
 def _takes(shape: Shape, rows: Sequence[Tensor], blocks: tuple[int, ...]) -> bool:

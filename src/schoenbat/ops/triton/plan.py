@@ -21,6 +21,11 @@ from schoenbat.ops.keeping import may_keep, may_reuse, reuse
 GROUP = 32
 # For kernels that multiply by warp groups, which wide products keep busier: see `tiles.takes_wide_groups`.
 WIDE_GROUP = 64
+# Highest levels of the second of two wide groups, side by side in two more tiles: how many of its last
+# features may have a factor there. Behind them there is room for the highest level of the first group.
+PACKED = (32, 16, 8, 8, *(8, 8, 8, 8, 8, 8))
+PACKED_TILES = 2
+PACKED_OF_FIRST = PACKED_TILES * WIDE_GROUP - sum(PACKED)
 GROUP_OF_PAIRS = 64
 # Of narrow heads, if that makes one group of all pairs.
 WIDE_GROUP_OF_PAIRS = 128
@@ -34,17 +39,30 @@ def padded(size: int) -> int:
 
 
 class Layout(NamedTuple):
-    """Where the factors of each feature are; features are padded to whole groups."""
+    """Where the factors of each feature are; features are padded to whole groups, wide groups at the front.
+
+    Degrees ascend: what is packed (see `Packing`) are a group's last columns.
+    """
 
     group: int
     num_tiles: int
+    held: int  # see `Plan`
     quadratic: int  # not 0 where every feature has two factors: see `Plan`
     columns: (
         Tensor  # (T·group,) int64: for each place in a tile its column of linear | quadratic | tail | zero
     )
     selection: Tensor  # (·, block_d, group) tiles that follow those: which columns of the first a pair is of
     degrees: Tensor  # (num_groups·group,) int32; zero for padding
-    first: Tensor  # (num_groups + 1,) int32: the first tile of each group
+    first: Tensor  # (num_groups + 1,) int32: the first tile of each group; then a `Packing`, if there is one
+
+
+class Packing(NamedTuple):
+    """Where levels that serve few features share tiles, for kernels that hold all directions of a map."""
+
+    narrow: int  # the first tile of the second group that is packed, as are all after it
+    short: int  # the last tile of the first group, if that is packed, or where the group ends
+    full_first: int  # the first tile of the first group on which a feature has no factor
+    full_second: int
 
 
 class Plan(NamedTuple):
@@ -53,6 +71,8 @@ class Plan(NamedTuple):
     If all features are pairs, `quadratic` is not 0. Above 1 it is the width of P, to which y = Pᵀx is padded:
     the first tile begins with the columns of P, and for each group two follow, each of which selects a column
     of y for each pair. Narrow products then do the work of two wide ones.
+
+    Maps of two wide groups have their highest levels twice: the last two tiles are those of PACKED.
     """
 
     tiles: Tensor  # (M, T, block_d, group)
@@ -63,6 +83,7 @@ class Plan(NamedTuple):
     identity: bool
     quadratic: int
     monomials: int  # of the map: features without the constant, and without padding
+    held: int  # tiles that are left if the highest levels are packed; 0 where they are not
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -70,13 +91,13 @@ class Plan(NamedTuple):
 
     @property
     def flags(self) -> list[int]:
-        return [int(self.identity), self.quadratic, self.monomials]
+        return [int(self.identity), self.quadratic, self.monomials, self.held]
 
     @staticmethod
     def of(tensors: Sequence[Tensor], flags: Sequence[int]) -> "Plan":
         tiles, root_weight, root_linear, degrees, first = tensors
-        identity, quadratic, monomials = flags
-        return Plan(tiles, root_weight, root_linear, degrees, first, bool(identity), quadratic, monomials)
+        identity, *rest = flags
+        return Plan(tiles, root_weight, root_linear, degrees, first, bool(identity), *rest)
 
     @property
     def group(self) -> int:
@@ -106,6 +127,11 @@ class Plan(NamedTuple):
     def is_uneven(self) -> bool:
         """Groups of several degrees: one has more levels than another."""
         return not self.quadratic and self.num_groups > 1
+
+    def padding(self, features: int) -> tuple[int, int]:
+        """How much stands before and behind so many features that are not identities."""
+        missing = self.degrees.shape[0] - features
+        return (missing, 0) if self.is_wide else (0, missing)
 
     @property
     def num_features(self) -> int:
@@ -192,17 +218,19 @@ def make_plan(
     tiles = torch.cat([tiles, selection], dim=1).expand(maps, -1, -1, -1)
     roots = weight.expand(maps, -1).sqrt()
     identities = dim if blocks.identity else 0
-    padding = layout.degrees.shape[0] + identities - roots.shape[-1]
-    return Plan(
+    plan = Plan(
         tiles.contiguous(),
-        F.pad(roots[:, identities:], (0, padding)).contiguous(),
+        roots[:, identities:],
         F.pad(roots[:, :identities], (0, block_d - identities)).contiguous(),
         layout.degrees,
         layout.first,
         blocks.identity,
         layout.quadratic,
         int(weight.shape[-1]),
+        layout.held,
     )
+    roots = plan.root_weight
+    return plan._replace(root_weight=F.pad(roots, plan.padding(int(roots.shape[-1]))).contiguous())
 
 
 def trained_map(blocks: Blocks, weight: Tensor) -> list[Tensor]:
@@ -267,7 +295,13 @@ def _layout(
     if quadratic:
         one = bidirectional and block_d <= 32 and GROUP_OF_PAIRS < num_pairs <= WIDE_GROUP_OF_PAIRS
         group = WIDE_GROUP_OF_PAIRS if one else GROUP_OF_PAIRS
-    columns, first = _arrange(factors, group, num_linear + directions + sum(tail))
+    is_wide, nothing, held = wide and not quadratic, num_linear + directions + sum(tail), 0
+    if is_wide:
+        factors = [[]] * (-len(factors) % group) + factors
+    columns, first = _arrange(factors, group, nothing)
+    if is_wide and block_d == WIDE_GROUP and len(first) == 3:
+        packed, packing = _pack(factors, first[1], nothing)
+        columns, first, held = columns + packed, [*first, *packing], packing.narrow + PACKED_TILES
     chosen = torch.zeros(0, group, dtype=torch.int64)
     width = padded(directions)
     if quadratic and num_pairs <= most_whole * group and width < block_d:
@@ -279,7 +313,8 @@ def _layout(
     degrees += [0] * (-len(degrees) % group)
     return Layout(
         group,
-        first[-1],
+        len(columns) // group,
+        held,
         quadratic,
         torch.tensor(columns, dtype=torch.int64, device=device),
         selection.to(device),
@@ -313,10 +348,34 @@ def _arrange(factors: list[list[int]], group: int, nothing: int) -> tuple[list[i
         members = factors[start : start + group]
         levels = max(len(member) for member in members)
         for level in range(levels):
-            tile = [member[level] if level < len(member) else nothing for member in members]
-            columns += tile + [nothing] * (group - len(tile))
+            columns += _level(members, level, nothing) + [nothing] * (group - len(members))
         first.append(first[-1] + levels)
     return columns, first
+
+
+def _level(members: list[list[int]], level: int, nothing: int) -> list[int]:
+    return [member[level] if level < len(member) else nothing for member in members]
+
+
+def _pack(factors: list[list[int]], middle: int, nothing: int) -> tuple[list[int], Packing]:
+    """The columns of the last tiles, of two groups, of which the second begins with the tile `middle`.
+
+    Some level of each group is not packed, so that there is one to begin with.
+    """
+    groups = factors[:WIDE_GROUP], factors[WIDE_GROUP:]
+    first, second = ([len(member) for member in group] for group in groups)
+    sizes, narrow = level_sizes(second), 1
+    while len(sizes) - narrow > len(PACKED) or any(
+        size > most for size, most in zip(sizes[narrow:], PACKED, strict=False)
+    ):
+        narrow += 1
+    short = middle - int(middle > 1 and level_sizes(first)[-1] <= PACKED_OF_FIRST)
+    columns: list[int] = []
+    for level, most in enumerate(PACKED, narrow):
+        columns += _level(groups[1][-most:], level, nothing)
+    columns += _level(groups[0][-PACKED_OF_FIRST:], short, nothing)
+    full_first, full_second = min(filter(None, first)), middle + min(second)
+    return columns, Packing(middle + narrow, short, full_first, full_second)
 
 
 def _factor_columns(

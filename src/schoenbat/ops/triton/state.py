@@ -18,7 +18,8 @@ from schoenbat.ops.triton.plan import Plan
 def roots(shape: Shape, plan: Plan) -> Tensor:
     """What each feature of a state is multiplied by for the kernels, ``(M, F)``."""
     identities = _identities(shape, plan)
-    rest = plan.root_weight[:, : plan.monomials - identities]
+    before, _ = plan.padding(plan.monomials - identities)
+    rest = plan.root_weight[:, before:][:, : plan.monomials - identities]
     return torch.cat([plan.root_linear[:, :identities], rest], dim=-1)
 
 
@@ -37,7 +38,7 @@ def lay_out(sums: Sequence[Tensor], factor: Tensor, shape: Shape, plan: Plan) ->
         x = (x.float() * factor[:, None, :, None]).flatten(0, 2)
         first, rest = x.split([identities, plan.monomials - identities], dim=-2)
         first = F.pad(first, (0, 0, 0, plan.identity * shape.block_d - identities))
-        return torch.cat([first, F.pad(rest, (0, 0, 0, plan.degrees.shape[0] - rest.shape[-2]))], dim=-2)
+        return torch.cat([first, F.pad(rest, (0, 0, *plan.padding(rest.shape[-2])))], dim=-2)
 
     return [
         F.pad(pad_features(feature_value), (0, columns)).contiguous(),
@@ -50,7 +51,8 @@ def lay_out(sums: Sequence[Tensor], factor: Tensor, shape: Shape, plan: Plan) ->
 def take_out(sums: Sequence[Tensor], factor: Tensor, shape: Shape, plan: Plan) -> list[Tensor]:
     """The way back: what the kernels made, ``(B·H, ...)``, as sums of a state or their gradients."""
     heads, identities = (shape.batch, shape.heads, 1), _identities(shape, plan)
-    first = plan.identity * shape.block_d
+    before, _ = plan.padding(plan.monomials - identities)
+    first = plan.identity * shape.block_d + before
 
     def features(x: Tensor) -> Tensor:
         rest = x[..., first : first + plan.monomials - identities, :]
