@@ -77,6 +77,9 @@ class Shared:
     def permute(self, order):
         return Shared(self.memory.permute(order))
 
+    def slice(self, start, length, dim=0):
+        return Shared(self.memory.narrow(dim, start, length))
+
     def load(self, layout):
         return block(self.memory.clone())
 

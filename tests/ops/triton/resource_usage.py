@@ -26,6 +26,9 @@ from schoenbat.ops.triton import (
     causal_hopper,
     causal_hopper_keys,
     causal_hopper_queries,
+    causal_hopper_wide,
+    causal_hopper_wide_keys,
+    causal_hopper_wide_queries,
     causal_keys,
     causal_map,
     causal_sums,
@@ -104,6 +107,10 @@ HOPPER_CAUSAL = (
     *(causal_hopper.sum_keys, causal_hopper.read, causal_hopper_queries.query_backward),
     *(causal_hopper_keys.sum_queries, causal_hopper_keys.key_backward),
 )
+WIDE_CAUSAL = (
+    *(causal_hopper_wide.sum_keys, causal_hopper_wide.read, causal_hopper_wide_queries.query_backward),
+    *(causal_hopper_wide_keys.sum_queries, causal_hopper_wide_keys.key_backward),
+)
 SHORT = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
@@ -117,7 +124,7 @@ def signature(kernel, constants, dtype):
         if name.startswith("p_"):
             decoding = kernel in (decode.step, decode_window.step)  # with a map and sums in float32
             summing = bidirectional_sums.summarize, causal_sums.accumulate, causal_sums.scan
-            summing += *HOPPER_CAUSAL, degrees_hopper.summarize
+            summing += *HOPPER_CAUSAL, *WIDE_CAUSAL, degrees_hopper.summarize
             partial = decoding or kernel in summing
             rows = name in ROWS - ({"p_tiles"} if decoding else set())
             rows = rows or (name in {"p_sums", "p_dsums"} and not partial)

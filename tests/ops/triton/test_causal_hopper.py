@@ -14,7 +14,9 @@ from schoenbat.ops.unit_rows import UnitRows
 pytest.importorskip("triton.experimental.gluon")
 # What a GPU runs of it are other programs than what a CPU does: there they are among the tests of GPUs.
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
-draw = partial(specification.draw, dim=64, dtype=torch.bfloat16)
+draw = partial(specification.draw, dtype=torch.bfloat16)
+# One warp group to a program, and two.
+widths = pytest.mark.parametrize("width", [64, 128])
 
 
 @pytest.fixture(params=["one segment", "several segments"], autouse=True)
@@ -24,6 +26,9 @@ def passes(request, monkeypatch):
         causal_hopper,
         causal_hopper_keys,
         causal_hopper_queries,
+        causal_hopper_wide,
+        causal_hopper_wide_keys,
+        causal_hopper_wide_queries,
         hopper,
         hopper_calls,
         launch_hopper,
@@ -32,59 +37,76 @@ def passes(request, monkeypatch):
     if DEVICE == "cpu":
         from ops.triton.gluon_emulation import emulate
 
-        emulate(monkeypatch, [hopper, causal_hopper, causal_hopper_queries, causal_hopper_keys])
+        narrow = causal_hopper, causal_hopper_queries, causal_hopper_keys
+        wide = causal_hopper_wide, causal_hopper_wide_queries, causal_hopper_wide_keys
+        emulate(monkeypatch, [hopper, *narrow, *wide])
         monkeypatch.setattr(hopper_calls, "has_kernels", lambda device: True)
-    monkeypatch.setattr(launch_hopper, "_PROGRAMS", 1 if request.param == "one segment" else 10_000)
+    monkeypatch.setattr(launch_hopper, "_PROGRAMS", 2 if request.param == "one segment" else 10_000)
     run = recorded(monkeypatch, launch_hopper, ("attend", "attend_backward"))
     yield
     assert run == ["attend", "attend_backward"]
 
 
+@widths
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (64, 64), (150, 150), (110, 200), (200, 110)])
-def test_matches_the_specification(queries, keys):
+def test_matches_the_specification(queries, keys, width):
     """The last query is beside the last key."""
-    features = make_map("exact-low", 64, 128, dtype=torch.float32, device=DEVICE)
-    tensors = draw(queries, keys)
+    features = make_map("exact-low", width, 2 * width, dtype=torch.float32, device=DEVICE)
+    tensors = draw(queries, keys, dim=width)
     assert_close_to_specification(features, tensors, torch.tensor([1.3]), is_causal=True)
 
 
-def test_masks_groups_and_maps_per_head():
+@pytest.mark.parametrize(("width", "value_dim", "num_features"), [(48, 64, 100), (96, 112, 190)])
+def test_masks_groups_and_maps_per_head(width, value_dim, num_features):
     """A sequence that begins with masked keys, and one that has no others; padded widths."""
-    features = make_map("exact-low", 48, 100, dtype=torch.float32, device=DEVICE, num_heads=2)
-    tensors = draw(130, 130, heads=4, key_heads=2, dim=48, value_dim=64, batch=2)
+    features = make_map("exact-low", width, num_features, dtype=torch.float32, device=DEVICE, num_heads=2)
+    tensors = draw(130, 130, heads=4, key_heads=2, dim=width, value_dim=value_dim, batch=2)
     mask = (torch.rand(2, 130, generator=torch.Generator().manual_seed(0)) > 0.4).to(DEVICE)
     mask[0, :3], mask[1] = False, False
     options = {"key_mask": mask, "enable_gqa": True, "is_causal": True}
     assert_close_to_specification(features, tensors, torch.linspace(0.5, 3.0, 4), **options)
 
 
+@pytest.mark.parametrize("width", [64, 112])
 @pytest.mark.parametrize("centred", [False, True])
-def test_rows_are_normalised_on_the_way(centred):
-    features = make_map("exact-low", 64, 128, dtype=torch.float32, device=DEVICE)
+def test_rows_are_normalised_on_the_way(centred, width):
+    features = make_map("exact-low", width, 2 * width, dtype=torch.float32, device=DEVICE)
     mask = (torch.rand(1, 150, generator=torch.Generator().manual_seed(0)) > 0.3).to(DEVICE)
     options = {"key_mask": mask, "is_causal": True, "unit_rows": UnitRows(centred, 1e-3)}
-    assert_close_to_specification(features, draw(150, 150), torch.tensor([2.0]), **options)
+    assert_close_to_specification(features, draw(150, 150, dim=width), torch.tensor([2.0]), **options)
 
 
-def test_linear_features_may_differ_in_weight():
-    features = make_map("exact-low", 64, 128, dtype=torch.float32, device=DEVICE)
-    features.feature_weights[1:65] *= torch.linspace(0, 2, 64, device=DEVICE)
-    assert_close_to_specification(features, draw(150, 150), torch.tensor([1.3]), is_causal=True)
+@widths
+def test_linear_features_may_differ_in_weight(width):
+    features = make_map("exact-low", width, 2 * width, dtype=torch.float32, device=DEVICE)
+    features.feature_weights[1 : width + 1] *= torch.linspace(0, 2, width, device=DEVICE)
+    tensors = draw(150, 150, dim=width)
+    assert_close_to_specification(features, tensors, torch.tensor([1.3]), is_causal=True)
+
+
+@widths
+def test_pairs_may_differ_in_weight(width):
+    features = make_map("exact-low", width, 2 * width, dtype=torch.float32, device=DEVICE)
+    features.feature_weights[width + 1 :] *= torch.linspace(2, 0, width - 1, device=DEVICE)
+    tensors = draw(150, 150, dim=width)
+    assert_close_to_specification(features, tensors, torch.tensor([1.3]), is_causal=True)
 
 
 @pytest.mark.gpu
+@widths
 @pytest.mark.parametrize("length", [1000, 4096, 16384 + 7])
-def test_long_sequences_on_a_gpu(length):
-    features = make_map("exact-low", 64, 128, dtype=torch.float32, device=DEVICE)
-    tensors = draw(length, length, heads=4, key_heads=2, batch=2)
+def test_long_sequences_on_a_gpu(length, width):
+    features = make_map("exact-low", width, 2 * width, dtype=torch.float32, device=DEVICE)
+    tensors = draw(length, length, heads=4, key_heads=2, batch=2, dim=width)
     options = {"is_causal": True, "enable_gqa": True}
     assert_close_to_specification(features, tensors, torch.linspace(0.5, 2.5, 4), "eager", **options)
 
 
-def test_a_gradient_may_begin_anywhere():
+@widths
+def test_a_gradient_may_begin_anywhere(width):
     """As that of a part of a flat tensor does: it is contiguous, and not aligned."""
-    features = make_map("exact-low", 64, 128, dtype=torch.float32, device=DEVICE)
-    inputs = [x.to(DEVICE).requires_grad_() for x in draw(70, 70)]
+    features = make_map("exact-low", width, 2 * width, dtype=torch.float32, device=DEVICE)
+    inputs = [x.to(DEVICE).requires_grad_() for x in draw(70, 70, dim=width)]
     others = torch.zeros(3, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
     out = rmfa(*inputs, features, is_causal=True, implementation="triton")
     torch.cat([others, out.flatten()]).square().sum().backward()

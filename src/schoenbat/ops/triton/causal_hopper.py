@@ -45,7 +45,7 @@ LENGTHS = ("N_QUERY", "N_KEY", "FIRST_QUERY", "FIRST_KEY", "TILES", "SEGMENTS", 
 @gluon.jit
 def pairs(b_left, b_right, s_root, scale, F: gl.constexpr):
     """The features ``√w (scale x·left)(scale x·right)`` from the two projections."""
-    return b_left * b_right * (s_root.load(by_column(F)) * (scale * scale))[None, :]
+    return b_left * b_right * (s_root.load(by_column(F, gl.num_warps(), BLOCK)) * (scale * scale))[None, :]
 
 
 @gluon.jit
@@ -56,34 +56,40 @@ def size_of_sums(D: gl.constexpr, F: gl.constexpr, V: gl.constexpr):
 @gluon.jit
 def sums_before(p_sums, first, last, D: gl.constexpr, F: gl.constexpr, V: gl.constexpr):
     """The sums over the segments from `first` to before `last`: two tiles, three vectors."""
-    o_v = gl.arange(0, V, by_column(V))[None, :]
-    o_f, o_d = gl.arange(0, F, by_row(V))[:, None] * V, gl.arange(0, D, by_row(V))[:, None] * V
-    b_s1 = gl.zeros([D, V], gl.float32, accumulator(V))
-    b_s2 = gl.zeros([F, V], gl.float32, accumulator(V))
-    b_z1 = gl.zeros([D], gl.float32, by_row(NARROW))
-    b_z2 = gl.zeros([F], gl.float32, by_row(NARROW))
-    b_zv = gl.zeros([V], gl.float32, by_row(NARROW))
+    o_v = gl.arange(0, V, by_column(V, gl.num_warps()))[None, :]
+    o_f, o_d = (
+        gl.arange(0, F, by_row(V, gl.num_warps()))[:, None] * V,
+        gl.arange(0, D, by_row(V, gl.num_warps()))[:, None] * V,
+    )
+    b_s1 = gl.zeros([D, V], gl.float32, accumulator(V, gl.num_warps()))
+    b_s2 = gl.zeros([F, V], gl.float32, accumulator(V, gl.num_warps()))
+    b_z1 = gl.zeros([D], gl.float32, by_row(NARROW, gl.num_warps()))
+    b_z2 = gl.zeros([F], gl.float32, by_row(NARROW, gl.num_warps()))
+    b_zv = gl.zeros([V], gl.float32, by_row(NARROW, gl.num_warps()))
     for i in range(first, last):
         p = p_sums + i * size_of_sums(D, F, V)
         b_s1 += gl.load(p + (o_d + o_v))
         b_s2 += gl.load(p + (D * V + o_f + o_v))
         p += (D + F) * V
-        b_z1 += gl.load(p + gl.arange(0, D, by_row(NARROW)))
-        b_z2 += gl.load(p + D + gl.arange(0, F, by_row(NARROW)))
-        b_zv += gl.load(p + D + F + gl.arange(0, V, by_row(NARROW)))
+        b_z1 += gl.load(p + gl.arange(0, D, by_row(NARROW, gl.num_warps())))
+        b_z2 += gl.load(p + D + gl.arange(0, F, by_row(NARROW, gl.num_warps())))
+        b_zv += gl.load(p + D + F + gl.arange(0, V, by_row(NARROW, gl.num_warps())))
     return b_s1, b_s2, b_z1, b_z2, b_zv
 
 
 @gluon.jit
 def store_sums(p, b_s1, b_s2, b_z1, b_z2, b_zv, D: gl.constexpr, F: gl.constexpr, V: gl.constexpr):
-    o_v = gl.arange(0, V, by_column(V))[None, :]
-    o_f, o_d = gl.arange(0, F, by_row(V))[:, None] * V, gl.arange(0, D, by_row(V))[:, None] * V
+    o_v = gl.arange(0, V, by_column(V, gl.num_warps()))[None, :]
+    o_f, o_d = (
+        gl.arange(0, F, by_row(V, gl.num_warps()))[:, None] * V,
+        gl.arange(0, D, by_row(V, gl.num_warps()))[:, None] * V,
+    )
     gl.store(p + (o_d + o_v), b_s1)
     gl.store(p + (D * V + o_f + o_v), b_s2)
     p += (D + F) * V
-    gl.store(p + gl.arange(0, D, by_row(NARROW)), b_z1)
-    gl.store(p + D + gl.arange(0, F, by_row(NARROW)), b_z2)
-    gl.store(p + D + F + gl.arange(0, V, by_row(NARROW)), b_zv)
+    gl.store(p + gl.arange(0, D, by_row(NARROW, gl.num_warps())), b_z1)
+    gl.store(p + D + gl.arange(0, F, by_row(NARROW, gl.num_warps())), b_z2)
+    gl.store(p + D + F + gl.arange(0, V, by_row(NARROW, gl.num_warps())), b_zv)
 
 
 @gluon.jit
@@ -103,8 +109,8 @@ def add_keys(b_s1, b_s2, s_k, s_phi, s_v, s_one, D: gl.constexpr, F: gl.constexp
 def shared_one(dtype: gl.constexpr):
     """By which rows are added up: a column of ones, and zeros."""
     s_one = shared_tile(dtype, BLOCK, NARROW)
-    o = gl.arange(0, NARROW, by_column(NARROW))[None, :]
-    b_one = gl.zeros([BLOCK, NARROW], gl.float32, accumulator(NARROW))
+    o = gl.arange(0, NARROW, by_column(NARROW, gl.num_warps()))[None, :]
+    b_one = gl.zeros([BLOCK, NARROW], gl.float32, accumulator(NARROW, gl.num_warps()))
     s_one.index(0).store(gl.where(o == 0, b_one + 1.0, b_one).to(dtype))
     return s_one
 
@@ -209,6 +215,21 @@ def weight_of_all(b_linear, DIM: gl.constexpr, D: gl.constexpr, layout: gl.const
     return largest, gl.min(gl.where(gl.arange(0, D, layout) < DIM, b_linear, largest), axis=0) == largest
 
 
+@gluon.jit
+def floored(b_total, b_logit, b_count, constant, zeroth, slope):
+    """By row 1/f, e and the slope of the floor, from the total and the sum of the logits."""
+    b_exponent = slope * b_logit / gl.maximum(b_count, 1.0)
+    b_floor = b_count * zeroth * gl.exp(gl.minimum(gl.maximum(b_exponent, LOWEST_EXPONENT), 0.0))
+    m_some = b_count > 0.0
+    m_below = b_total + constant * b_count < b_floor
+    b_floored = gl.where(m_some, gl.where(m_below, b_floor, b_total + constant * b_count), 1.0)
+    b_e = (b_floor - b_total) / gl.maximum(b_count, 1.0)
+    b_e = gl.where(m_some, gl.where(m_below, b_e, constant), 0.0)
+    m_falling = m_below & (b_exponent < 0.0) & (b_exponent > LOWEST_EXPONENT)
+    b_slope = gl.where(m_falling, b_floor * slope, 0.0)
+    return 1.0 / b_floored, b_e, b_slope
+
+
 @gluon.jit(do_not_specialize=LENGTHS)
 def read(
     p_query, p_key, p_value, p_mask, p_count, p_scale, p_coefficients, p_sums, p_out, p_inverse, p_constant, p_slope,
@@ -307,16 +328,7 @@ def read(
         b_count = keys_seen(p_count, i_b, i_tile, FIRST_KEY + N_KEY, FIRST_KEY, by_row(BLOCK))
         b_scores = gl.where(m_causal, b_scores, 0.0)
         b_total += gl.convert_layout(gl.sum(b_before, axis=1), by_row(BLOCK)) + gl.sum(b_scores, axis=1)
-        b_exponent = slope * b_logit / gl.maximum(b_count, 1.0)
-        b_floor = b_count * zeroth * gl.exp(gl.minimum(gl.maximum(b_exponent, LOWEST_EXPONENT), 0.0))
-        m_some = b_count > 0.0
-        m_below = b_total + constant * b_count < b_floor
-        b_floored = gl.where(m_some, gl.where(m_below, b_floor, b_total + constant * b_count), 1.0)
-        b_e = (b_floor - b_total) / gl.maximum(b_count, 1.0)
-        b_e = gl.where(m_some, gl.where(m_below, b_e, constant), 0.0)
-        m_falling = m_below & (b_exponent < 0.0) & (b_exponent > LOWEST_EXPONENT)
-        b_slope = gl.where(m_falling, b_floor * slope, 0.0)
-        b_inverse = 1.0 / b_floored
+        b_inverse, b_e, b_slope = floored(b_total, b_logit, b_count, constant, zeroth, slope)
 
         b_scores = gl.where(m_causal, b_scores + b_e[:, None], 0.0).to(dtype)
         b_numerator = add(gl.convert_layout(b_scores, operand(V)), s_v, b_numerator)

@@ -17,24 +17,26 @@ MOST_TILES = 17
 
 
 def takes_pairs(shape: Shape, plan: Plan, rows: Sequence[Tensor]) -> bool:
-    """Whether a map has identity features and one group of pairs, as causal kernels want it.
+    """Whether a map has identity features and one group of pairs, of wide heads two, as causal kernels want it.
 
     They go through all positions, whether there are queries, or keys, or both: rows are query, key and value.
     """
-    fits = plan.is_single and plan.quadratic == 1 and plan.group == 64
+    fits = (
+        plan.identity and plan.quadratic == 1 and plan.group == 64 and 64 * plan.num_groups == shape.block_d
+    )
     queries, keys = rows[0].shape[-2], rows[1].shape[-2]
-    return fits and max(queries, keys) <= 2 * min(queries, keys) and _takes(shape, rows)
+    return fits and max(queries, keys) <= 2 * min(queries, keys) and _takes(shape, rows, (64, 128))
 
 
 def takes_degrees(shape: Shape, plan: Plan, rows: Sequence[Tensor]) -> bool:
     """Whether a map has two groups of many degrees, and few enough of them to stay at hand."""
     fits = plan.is_wide and not plan.identity and plan.num_groups == 2 and plan.tiles.shape[1] <= MOST_TILES
-    return fits and _takes(shape, rows)
+    return fits and _takes(shape, rows, (64,))
 
 
-def _takes(shape: Shape, rows: Sequence[Tensor]) -> bool:
-    """Whether heads are 33 to 64 wide, in bfloat16."""
-    fits = shape.block_d == shape.block_v == 64 and shape.dtype == torch.bfloat16
+def _takes(shape: Shape, rows: Sequence[Tensor], padded_widths: tuple[int, ...]) -> bool:
+    """Whether heads, padded, are of one of these widths, in bfloat16."""
+    fits = shape.block_d == shape.block_v and shape.block_d in padded_widths and shape.dtype == torch.bfloat16
     return fits and all(is_aligned(x) for x in rows) and has_kernels(rows[0].device)
 
 
@@ -52,7 +54,11 @@ def has_kernels(device: torch.device) -> bool:
     try:
         from triton.experimental.gluon import language
 
-        from schoenbat.ops.triton import causal_hopper_keys, degrees_hopper_backward  # noqa: F401
+        from schoenbat.ops.triton import (  # noqa: F401
+            causal_hopper_keys,
+            causal_hopper_wide_keys,
+            degrees_hopper_backward,
+        )
     except (ImportError, AttributeError):
         return False
     return hasattr(language, "num_warps")  # from Triton 3.6 on

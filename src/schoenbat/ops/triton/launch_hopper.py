@@ -11,7 +11,8 @@ from schoenbat.ops.triton.hopper_calls import is_aligned, widths
 from schoenbat.ops.triton.plan import Plan
 
 _BLOCK = 64
-# About twice as many as there are multiprocessors: of two on one of them, one works while the other waits.
+# About twice as many as there are multiprocessors: of two on one of them, one works while the other waits. Of wide heads
+# a program has eight warps and a multiprocessor for itself.
 _PROGRAMS = 264
 # Every segment adds up the sums of those before it: more than a few are worth it where each has many tiles.
 _FEW_SEGMENTS, _TILES_EACH = 8, 16
@@ -27,10 +28,11 @@ class Segments(NamedTuple):
     num_tiles: int
 
     @classmethod
-    def of(cls, queries: int, keys: int, heads: int) -> "Segments":
+    def of(cls, queries: int, keys: int, heads: int, shape: Shape) -> "Segments":
+        programs = _PROGRAMS // 2 if _is_wide(shape) else _PROGRAMS
         num_tiles = max(1, cdiv(max(queries, keys), _BLOCK))
         most = max(_FEW_SEGMENTS, num_tiles // _TILES_EACH)
-        each = cdiv(num_tiles, max(1, min(num_tiles, most, _PROGRAMS // heads)))
+        each = cdiv(num_tiles, max(1, min(num_tiles, most, programs // heads)))
         return cls(queries, keys, each, cdiv(num_tiles, each), num_tiles)
 
     @property
@@ -50,13 +52,43 @@ class Segments(NamedTuple):
         return self.queries, self.keys, self.first_query, self.first_key, *self.cut
 
 
+class Kernels(NamedTuple):
+    sum_keys: Any
+    read: Any
+    query_backward: Any
+    sum_queries: Any
+    key_backward: Any
+
+    @classmethod
+    def of(cls, shape: Shape) -> "Kernels":
+        """Imported where a call has kernels of this kind: there are GPUs and versions of Triton without."""
+        if _is_wide(shape):
+            from schoenbat.ops.triton import causal_hopper_wide as outputs
+            from schoenbat.ops.triton import causal_hopper_wide_keys as keys
+            from schoenbat.ops.triton import causal_hopper_wide_queries as queries
+        else:
+            from schoenbat.ops.triton import causal_hopper as outputs
+            from schoenbat.ops.triton import causal_hopper_keys as keys
+            from schoenbat.ops.triton import causal_hopper_queries as queries
+        of_keys = keys.sum_queries, keys.key_backward
+        return cls(outputs.sum_keys, outputs.read, queries.query_backward, *of_keys)
+
+
+def _is_wide(shape: Shape) -> bool:
+    return shape.block_d > 64
+
+
 def _size_of_sums(shape: Shape, plan: Plan) -> int:
-    return (shape.block_d + plan.group) * (shape.block_v + 1) + shape.block_v
+    return (shape.block_d + plan.root_weight.shape[-1]) * (shape.block_v + 1) + shape.block_v
 
 
 def constants(shape: Shape, plan: Plan, heads: int, unit: Unit) -> dict[str, Any]:
     """What kernels are compiled for."""
-    own = {"GROUPS": shape.groups, "F": plan.group, "num_warps": 4}
+    own = {
+        "GROUPS": shape.groups,
+        "F": plan.root_weight.shape[-1],
+        "num_warps": 8 if _is_wide(shape) else 4,
+    }
     return widths(shape, plan, heads, unit) | own
 
 
@@ -71,15 +103,13 @@ def _sums_of_keys(
     unit: Unit,
 ) -> Tensor:
     """The sums over each segment of keys; nothing where there is one."""
-    from schoenbat.ops.triton import causal_hopper
-
     heads = k.shape[0] * k.shape[1]
     if axis.number == 1:
         return plan.root_weight
     sums = k.new_empty(heads, axis.number, _size_of_sums(shape, plan), dtype=torch.float32)
     shared = constants(shape, plan, k.shape[1], unit)
     del shared["GROUPS"]
-    causal_hopper.sum_keys[((axis.number - 1) * heads,)](
+    Kernels.of(shape).sum_keys[((axis.number - 1) * heads,)](
         *(k, v, mask_bytes(mask), sums, *k.stride()[:3], *v.stride()[:3]),
         *(axis.keys, axis.first_key, axis.tiles_each, axis.number, key_scale, unit.eps),
         *(plan.tiles, plan.root_weight),
@@ -101,16 +131,14 @@ def attend(
     unit: Unit,
 ) -> list[Tensor]:
     """As `launch_causal.attend`."""
-    from schoenbat.ops.triton import causal_hopper
-
     shape = Shape.of(query, value)
     q, k, v = as_rows(query), as_rows(key), as_rows(value)
     heads = q.shape[0] * q.shape[1]
-    axis = Segments.of(q.shape[-2], k.shape[-2], heads)
+    axis = Segments.of(q.shape[-2], k.shape[-2], heads, shape)
     out = query.new_empty(*query.shape[:-1], shape.value_dim)
     by_row = [q.new_empty(q.shape[:-1], dtype=torch.float32) for _ in range(3)]
     sums = _sums_of_keys(k, v, mask, shape, plan, axis, key_scale, unit)
-    causal_hopper.read[(axis.number * heads,)](
+    Kernels.of(shape).read[(axis.number * heads,)](
         *(q, k, v, mask_bytes(mask), seen, query_scale, per_map(coefficients, plan), sums, out, *by_row),
         *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *axis.whole, key_scale, unit.eps),
         *(plan.tiles, plan.root_weight, plan.root_linear),
@@ -134,21 +162,19 @@ def attend_backward(
     unit: Unit,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of query, of key and value by query head, and of the scale by segment."""
-    from schoenbat.ops.triton import causal_hopper_keys, causal_hopper_queries
-
     shape, out, (inverse, constant, slope) = Shape.of(query, value), as_rows(saved[0]), saved[1:]
     q, k, v, g = as_rows(query), as_rows(key), as_rows(value), as_rows(grad.to(query.dtype))
     if not is_aligned(g):
         g = g.clone(memory_format=torch.contiguous_format)  # it may be contiguous, and begin anywhere
     heads = q.shape[0] * q.shape[1]
-    axis = Segments.of(q.shape[-2], k.shape[-2], heads)
-    shared = constants(shape, plan, q.shape[1], unit)
+    axis = Segments.of(q.shape[-2], k.shape[-2], heads, shape)
+    kernels, shared = Kernels.of(shape), constants(shape, plan, q.shape[1], unit)
     map_tensors = plan.tiles, plan.root_weight, plan.root_linear
     strides = *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *g.stride()[:3]
     sums = _sums_of_keys(k, v, mask, shape, plan, axis, key_scale, unit)
     grad_query, to_total, to_mean = q.new_empty(q.shape), torch.empty_like(inverse), torch.empty_like(inverse)
     to_scale = inverse.new_empty(*q.shape[:2], axis.number)
-    causal_hopper_queries.query_backward[(axis.number * heads,)](
+    kernels.query_backward[(axis.number * heads,)](
         *(q, k, v, mask_bytes(mask), seen, query_scale, per_map(coefficients, plan), sums),
         *(g, out, inverse, constant, slope, grad_query, to_total, to_mean, to_scale),
         *(*strides, *axis.whole, key_scale, unit.eps, *map_tensors),
@@ -159,7 +185,7 @@ def attend_backward(
     if axis.number > 1:
         size = _size_of_sums(shape, plan) + shape.block_d
         sums = q.new_empty(heads, axis.number, size, dtype=torch.float32)
-        causal_hopper_keys.sum_queries[((axis.number - 1) * heads,)](
+        kernels.sum_queries[((axis.number - 1) * heads,)](
             *(q, query_scale, g, *by_row, sums, *q.stride()[:3], *g.stride()[:3]),
             *(axis.queries, axis.first_query, *axis.cut, unit.eps, plan.tiles, plan.root_weight),
             **shared,
@@ -167,7 +193,7 @@ def attend_backward(
     # Each query head gives a gradient to the key head it shares: added up afterwards, in float32.
     dtype = q.dtype if shape.groups == 1 else torch.float32
     grad_key, grad_value = (q.new_empty(*q.shape[:2], *x.shape[2:], dtype=dtype) for x in (k, v))
-    causal_hopper_keys.key_backward[(axis.number * heads,)](
+    kernels.key_backward[(axis.number * heads,)](
         *(q, k, v, mask_bytes(mask), query_scale, sums, g, *by_row, grad_key, grad_value),
         *(*strides, *axis.whole, key_scale, unit.eps, *map_tensors),
         **shared,
