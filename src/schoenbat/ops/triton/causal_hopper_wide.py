@@ -17,7 +17,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from schoenbat.ops.triton.causal_hopper import (
     LENGTHS,
-    add_keys,
     floored,
     keys_seen,
     linear_weights,
@@ -91,6 +90,13 @@ def pairs_of(s_y, s_left, s_right, s_root, scale, F: gl.constexpr):
     return pairs(b_left, b_right, s_root, scale, F)
 
 
+@gluon.jit
+def add_rows(b_sum, s_x, s_rows, s_narrow, SIZE: gl.constexpr):
+    """Start to add xᵀ times rows to a sum, and xᵀ times a narrow tile, which is added to vectors."""
+    s_x = s_x.permute((1, 0))
+    return add(s_x, s_rows, b_sum), start(s_x, s_narrow, SIZE, NARROW)
+
+
 @gluon.jit(do_not_specialize=LENGTHS)
 def sum_keys(
     p_key, p_value, p_mask, p_sums, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
@@ -129,13 +135,15 @@ def sum_keys(
         async_copy.commit_group()
         make_unit(s_k, EPS, UNIT, DIM, D)
         fence_async_shared()
-        s_y.store(warpgroup_mma_wait(0, [project(s_k, s_first)]).to(dtype))
+        b_y = project(s_k, s_first)
+        b_s1, b_1 = add_rows(b_s1, s_k, s_v, s_one, D)
+        b_v = start(s_v.permute((1, 0)), s_one, V, NARROW)
+        s_y.store(warpgroup_mma_wait(3, [b_y]).to(dtype))
         fence_async_shared()
         s_phi.store(pairs_of(s_y, s_left, s_right, s_root, KEY_SCALE, F).to(dtype))
         fence_async_shared()
-        b_s1, b_s2, b_1, b_2, b_v = warpgroup_mma_wait(
-            0, add_keys(b_s1, b_s2, s_k, s_phi, s_v, s_one, D, F, V)
-        )
+        b_s2, b_2 = add_rows(b_s2, s_phi, s_v, s_one, F)
+        b_s1, b_1, b_v, b_s2, b_2 = warpgroup_mma_wait(0, [b_s1, b_1, b_v, b_s2, b_2])
         b_z1, b_z2, b_zv = b_z1 + row_sums(b_1), b_z2 + row_sums(b_2), b_zv + row_sums(b_v)
     async_copy.wait_group(0)
     i_out = (i_bh * SEGMENTS + i_segment).to(gl.int64)
@@ -143,13 +151,12 @@ def sum_keys(
 
 
 @gluon.jit
-def add_linear_scores(b_scores, s_a, s_b, s_weighted, p_linear, scale, D: gl.constexpr):
-    """Add what linear features of different weights add to the scores of two tiles; waited for."""
+def store_weighted(s_to, s_x, p_linear, scale, D: gl.constexpr):
+    """Rows times the weights of linear features, which differ; in place, if asked to."""
     layout: gl.constexpr = in_memory(D, WARPS)
     b_linear = linear_weights(p_linear, D, gl.SliceLayout(0, layout))
-    s_weighted.store((s_a.load(layout).to(gl.float32) * (b_linear * scale)[None, :]).to(s_a.dtype))
+    s_to.store((s_x.load(layout).to(gl.float32) * (b_linear * scale)[None, :]).to(s_to.dtype))
     fence_async_shared()
-    return warpgroup_mma_wait(0, [add(s_weighted, s_b.permute((1, 0)), b_scores)])
 
 
 @gluon.jit(do_not_specialize=LENGTHS)
@@ -228,41 +235,46 @@ def read(
         make_unit(s_k, EPS, UNIT, DIM, D)
         fence_async_shared()
 
-        b_yq, b_yk = warpgroup_mma_wait(0, [project(s_q, s_first), project(s_k, s_first)])
+        # Sums go on while y is stored.
+        b_yq, b_yk = project(s_q, s_first), project(s_k, s_first)
+        b_s1, b_1 = add_rows(b_s1, s_k, s_v, s_one, D)
+        b_v = start(s_v.permute((1, 0)), s_one, V, NARROW)
+        b_yq, b_yk = warpgroup_mma_wait(3, [b_yq, b_yk])
         s_yq.store(b_yq.to(dtype))
         s_yk.store(b_yk.to(dtype))
         fence_async_shared()
         s_phik.store(pairs_of(s_yk, s_left, s_right, s_root, KEY_SCALE, F).to(dtype))
+        b_s1, b_1, b_v = warpgroup_mma_wait(0, [b_s1, b_1, b_v])
+        b_z1, b_zv = b_z1 + row_sums(b_1), b_zv + row_sums(b_v)
         s_phiq.store(pairs_of(s_yq, s_left, s_right, s_root, scale, F).to(dtype))
         fence_async_shared()
         b_logits = start(s_q, s_k.permute((1, 0)), BLOCK, BLOCK)
         b_scores = start(s_phiq, s_phik.permute((1, 0)), BLOCK, BLOCK)
         b_before = add(s_phiq, s_z2, start(s_q, s_z1, BLOCK, NARROW))
-        b_numerator = add(s_phiq, s_s2, start(s_q, s_s1, BLOCK, V))
-        b_logits, b_scores, b_before, b_numerator = warpgroup_mma_wait(
-            0, [b_logits, b_scores, b_before, b_numerator]
-        )
-        # The mean logit, which makes the floor.
-        b_logit = gl.sum(gl.where(m_causal, b_logits, 0.0), axis=1) * (scale * KEY_SCALE)
-        b_logit += gl.convert_layout(gl.sum(gl.where(o_narrow < 2, b_before, 0.0), axis=1), rows)
+        b_logits, b_scores, b_before = warpgroup_mma_wait(0, [b_logits, b_scores, b_before])
+        b_linear_scores = b_logits * (scale * KEY_SCALE)
         if is_even:
-            b_scores += b_logits * (largest * scale * KEY_SCALE)
+            b_scores += b_linear_scores * largest
         else:
-            b_scores = add_linear_scores(b_scores, s_q, s_k, s_phiq, p_linear, scale * KEY_SCALE, D)
+            store_weighted(s_k, s_k, p_linear, scale * KEY_SCALE, D)
+            b_scores = warpgroup_mma_wait(0, [add(s_q, s_k.permute((1, 0)), b_scores)])
+        # Sums and numerators go on while denominators are formed.
+        b_s2, b_2 = add_rows(b_s2, s_phik, s_v, s_one, F)
+        b_numerator = add(s_phiq, s_s2, start(s_q, s_s1, BLOCK, V))
+        # The mean logit, which makes the floor.
+        b_logit = gl.sum(gl.where(m_causal, b_linear_scores, 0.0), axis=1)
+        b_logit += gl.convert_layout(gl.sum(gl.where(o_narrow < 2, b_before, 0.0), axis=1), rows)
         b_scores = gl.where(m_causal, b_scores, 0.0)
         b_total = gl.convert_layout(gl.sum(gl.where(o_narrow < 2, 0.0, b_before), axis=1), rows)
         b_total += gl.sum(b_scores, axis=1)
         b_count = keys_seen(p_count, i_b, i_tile, FIRST_KEY + N_KEY, FIRST_KEY, rows)
         b_inverse, b_e, b_slope = floored(b_total, b_logit, b_count, constant, zeroth, slope)
-        s_scores = s_phiq.slice(0, BLOCK, 1)
+        s_scores = s_k.slice(0, BLOCK, 1)
         s_scores.store(gl.where(m_causal, b_scores + b_e[:, None], 0.0).to(dtype))
         fence_async_shared()
         b_numerator = add(s_scores, s_v, b_numerator)
-        b_s1, b_s2, b_1, b_2, b_v = add_keys(b_s1, b_s2, s_k, s_phik, s_v, s_one, D, F, V)
-        b_numerator, b_s1, b_s2, b_1, b_2, b_v = warpgroup_mma_wait(
-            0, [b_numerator, b_s1, b_s2, b_1, b_2, b_v]
-        )
-        b_z1, b_z2, b_zv = b_z1 + row_sums(b_1), b_z2 + row_sums(b_2), b_zv + row_sums(b_v)
+        b_s2, b_2, b_numerator = warpgroup_mma_wait(0, [b_s2, b_2, b_numerator])
+        b_z2 += row_sums(b_2)
         m_q = visible(q_start, N_QUERY, rows, None, BLOCK)
         o_row = i_out + q_start + o_q
         gl.store(p_inverse + o_row, b_inverse, mask=m_q)

@@ -19,13 +19,19 @@ from schoenbat.ops.triton.causal_hopper import (
     weight_of_all,
 )
 from schoenbat.ops.triton.causal_hopper_keys import (
-    add_queries,
     query_sums_behind,
     size_of_query_sums,
     store_weights,
     two_columns,
 )
-from schoenbat.ops.triton.causal_hopper_wide import WARPS, add_linear_scores, pairs_of, project, shared_map
+from schoenbat.ops.triton.causal_hopper_wide import (
+    WARPS,
+    add_rows,
+    pairs_of,
+    project,
+    shared_map,
+    store_weighted,
+)
 from schoenbat.ops.triton.causal_hopper_wide_queries import pairs_backward
 from schoenbat.ops.triton.hopper import (
     BLOCK,
@@ -100,13 +106,15 @@ def sum_queries(
             b_e = s_constants.index(here).load(by_row(NARROW, WARPS))
             store_weights(s_weights, b_e, s_dtotals.index(here), s_dmeans.index(here))
             fence_async_shared()
-            s_y.store(warpgroup_mma_wait(0, [project(s_q, s_first)]).to(dtype))
+            b_y = project(s_q, s_first)
+            b_s1, b_1 = add_rows(b_s1, s_q, s_g, s_weights, D)
+            b_g = start(s_g.permute((1, 0)), s_weights, V, NARROW)
+            s_y.store(warpgroup_mma_wait(3, [b_y]).to(dtype))
             fence_async_shared()
             s_phi.store(pairs_of(s_y, s_left, s_right, s_root, scale, F).to(dtype))
             fence_async_shared()
-            b_s1, b_s2, b_1, b_2, b_g = warpgroup_mma_wait(
-                0, add_queries(b_s1, b_s2, s_q, s_phi, s_g, s_g, s_weights, D, F, V)
-            )
+            b_s2, b_2 = add_rows(b_s2, s_phi, s_g, s_weights, F)
+            b_s1, b_1, b_g, b_s2, b_2 = warpgroup_mma_wait(0, [b_s1, b_1, b_g, b_s2, b_2])
             b_z1, b_zm = b_z1 + two_columns(b_1, 0), b_zm + two_columns(b_1, 2)
             b_z2, b_ze = b_z2 + two_columns(b_2, 0), b_ze + two_columns(b_g, 4)
     async_copy.wait_group(0)
@@ -208,12 +216,18 @@ def key_backward(
 
         b_yq, b_yk = project(s_q, s_first), project(s_k, s_first)
         b_dscores = start(s_v, s_g.permute((1, 0)), BLOCK, BLOCK)
-        b_yq, b_yk, b_dscores = warpgroup_mma_wait(0, [b_yq, b_yk, b_dscores])
+        # Sums go on meanwhile.
+        b_s1, b_1 = add_rows(b_s1, s_q, s_g, s_weights, D)
+        b_g = start(s_g.permute((1, 0)), s_weights, V, NARROW)
+        b_yq, b_yk, b_dscores = warpgroup_mma_wait(3, [b_yq, b_yk, b_dscores])
         s_yq.store(b_yq.to(dtype))
         s_yk.store(b_yk.to(dtype))
         s_dscores.store(gl.where(m_causal, b_dscores + s_dtotal.load(columns)[None, :], 0.0).to(dtype))
         fence_async_shared()
         s_phiq.store(pairs_of(s_yq, s_left, s_right, s_root, scale, F).to(dtype))
+        b_s1, b_1, b_g = warpgroup_mma_wait(0, [b_s1, b_1, b_g])
+        b_z1, b_zm = b_z1 + two_columns(b_1, 0), b_zm + two_columns(b_1, 2)
+        b_ze += two_columns(b_g, 4)
         s_phik.store(pairs_of(s_yk, s_left, s_right, s_root, KEY_SCALE, F).to(dtype))
         fence_async_shared()
 
@@ -221,35 +235,38 @@ def key_backward(
         b_linear_scores = start(s_k, s_q.permute((1, 0)), BLOCK, BLOCK)
         b_scores = start(s_phik, s_phiq.permute((1, 0)), BLOCK, BLOCK)
         b_dv = add(s_phik, s_s2, start(s_k, s_s1, BLOCK, V))
-        b_s1, b_s2, b_1, b_2, b_g = add_queries(b_s1, b_s2, s_q, s_phiq, s_g, s_g, s_weights, D, F, V)
-        b_linear_scores, b_scores, b_dv, b_s1, b_s2, b_1, b_2, b_g = warpgroup_mma_wait(
-            0, [b_linear_scores, b_scores, b_dv, b_s1, b_s2, b_1, b_2, b_g]
+        b_s2, b_2 = add_rows(b_s2, s_phiq, s_g, s_weights, F)
+        b_linear_scores, b_scores, b_dv, b_s2, b_2 = warpgroup_mma_wait(
+            0, [b_linear_scores, b_scores, b_dv, b_s2, b_2]
         )
-        b_z1, b_zm = b_z1 + two_columns(b_1, 0), b_zm + two_columns(b_1, 2)
-        b_z2, b_ze = b_z2 + two_columns(b_2, 0), b_ze + two_columns(b_g, 4)
+        b_z2 += two_columns(b_2, 0)
         if is_even:
             b_scores += b_linear_scores * (largest * scale * KEY_SCALE)
         else:
-            b_scores = add_linear_scores(b_scores, s_k, s_q, s_phik, p_linear, scale * KEY_SCALE, D)
+            store_weighted(s_phik, s_k, p_linear, scale * KEY_SCALE, D)
+            b_scores = warpgroup_mma_wait(0, [add(s_phik, s_q.permute((1, 0)), b_scores)])
         b_scores = gl.where(m_causal, b_scores + s_constant.load(columns)[None, :], 0.0)
         s_scores = s_phik.slice(0, BLOCK, 1)
         s_scores.store(b_scores.to(dtype))
         fence_async_shared()
-        b_dv = warpgroup_mma_wait(0, [add(s_scores, s_g, b_dv)])
+        b_dv = add(s_scores, s_g, b_dv)
+        b_dphi = add(s_dscores, s_phiq, start(s_v, s_s2.permute((1, 0)), BLOCK, F))
+        b_dv = warpgroup_mma_wait(2, [b_dv])
         b_dv += s_ze.load(by_column(V, WARPS, BLOCK))[None, :]
         if p_mask is not None:  # what is masked gets zeros; what lies outside gets nothing
             m_k = visible(k_start, N_KEY, by_row(V, WARPS, BLOCK), p_mask, BLOCK)
             b_dv = gl.where(m_k[:, None], b_dv, 0.0)
         store_rows(p_dvalue, k_start, b_dv, s_g, N_KEY, DV, V)
 
-        b_dphi = add(s_dscores, s_phiq, start(s_v, s_s2.permute((1, 0)), BLOCK, F))
         b_dphi = warpgroup_mma_wait(0, [b_dphi])
         copy_rows(s_g, p_grad, q_start - BLOCK, stride_gn, N_QUERY, DV, V)
-        b_dphi += s_z2.load(by_column(F, WARPS, BLOCK))[None, :]
-        b_dy = pairs_backward(b_dphi, s_yk, s_left, s_right, s_root, s_phik, KEY_SCALE * KEY_SCALE, F)
-        s_yk.store(b_dy.to(dtype))
-
+        columns_f: gl.constexpr = by_column(F, WARPS, BLOCK)
+        b_dphi += s_z2.load(columns_f)[None, :]
+        b_dphi = b_dphi * (s_root.load(columns_f) * (KEY_SCALE * KEY_SCALE))[None, :]
+        b_dy = pairs_backward(b_dphi, s_yk, s_left, s_right, s_phik, F)
         b_dx, b_more = start(s_v, s_s1.permute((1, 0)), BLOCK, D), start(s_dscores, s_q, BLOCK, D)
+        s_yk.store(warpgroup_mma_wait(2, [b_dy]).to(dtype))
+        fence_async_shared()
         b_dx, b_more = warpgroup_mma_wait(0, [b_dx, b_more])
         copy_rows(s_v, p_value, k_start - BLOCK, stride_vn, N_KEY, DV, V, p_mask)
         async_copy.commit_group()
@@ -261,7 +278,6 @@ def key_backward(
             s_dscores.store(gl.where(m_causal, b_dmean[None, :], 0.0).to(dtype))
             fence_async_shared()
             b_dx += warpgroup_mma_wait(0, [start(s_dscores, s_q, BLOCK, D)]) * (scale * KEY_SCALE)
-        fence_async_shared()
         b_dx = warpgroup_mma_wait(0, [add(s_yk, s_first, b_dx)])
         if UNIT > 0:
             b_unit = s_k.load(accumulator(D, WARPS, BLOCK)).to(gl.float32)

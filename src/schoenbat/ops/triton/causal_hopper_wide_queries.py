@@ -14,14 +14,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from schoenbat.ops.triton.causal_hopper import (
     LENGTHS,
-    add_keys,
     keys_seen,
     linear_weights,
     shared_one,
     size_of_sums,
     sums_before,
 )
-from schoenbat.ops.triton.causal_hopper_wide import WARPS, pairs_of, project, shared_map
+from schoenbat.ops.triton.causal_hopper_wide import WARPS, add_rows, pairs_of, project, shared_map
 from schoenbat.ops.triton.hopper import (
     BLOCK,
     NARROW,
@@ -58,20 +57,16 @@ def weigh_gradient(s_g, s_out, s_inverse, V: gl.constexpr):
 
 
 @gluon.jit
-def pairs_backward(b_dphi, s_y, s_left, s_right, s_root, s_factor, scale, F: gl.constexpr):
-    """The gradient of y from that of the pairs, whose root weights are multiplied by `scale`; waited for.
-
-    s_factor is for the gradients of the factors, one after the other.
-    """
+def pairs_backward(b_dphi, s_y, s_left, s_right, s_factor, F: gl.constexpr):
+    """Start the gradient of y from that of the products of its pairs; s_factor is for those of the factors, in turn."""
     dtype: gl.constexpr = s_y.dtype
-    b_dphi = b_dphi * (s_root.load(by_column(F, WARPS, BLOCK)) * scale)[None, :]
     s_factor.store((b_dphi * warpgroup_mma_wait(0, [start(s_y, s_right, BLOCK, F)])).to(dtype))
     fence_async_shared()
     b_dy, b_left = start(s_factor, s_left.permute((1, 0)), BLOCK, NARROW), start(s_y, s_left, BLOCK, F)
     b_dy, b_left = warpgroup_mma_wait(0, [b_dy, b_left])
     s_factor.store((b_dphi * b_left).to(dtype))
     fence_async_shared()
-    return warpgroup_mma_wait(0, [add(s_factor, s_right.permute((1, 0)), b_dy)])
+    return add(s_factor, s_right.permute((1, 0)), b_dy)
 
 
 @gluon.jit(do_not_specialize=LENGTHS)
@@ -167,7 +162,10 @@ def query_backward(
         # ⟨grad, value⟩ for all pairs; its sums are ⟨grad, mean value⟩.
         b_yq, b_yk, b_before = project(s_q, s_first), project(s_k, s_first), start(s_g, s_zv, BLOCK, NARROW)
         b_dots = start(s_g, s_v.permute((1, 0)), BLOCK, BLOCK)
-        b_yq, b_yk, b_before, b_dots = warpgroup_mma_wait(0, [b_yq, b_yk, b_before, b_dots])
+        # Sums go on meanwhile.
+        b_s1, b_1 = add_rows(b_s1, s_k, s_v, s_one, D)
+        b_v = start(s_v.permute((1, 0)), s_one, V, NARROW)
+        b_yq, b_yk, b_before, b_dots = warpgroup_mma_wait(3, [b_yq, b_yk, b_before, b_dots])
         s_yq.store(b_yq.to(dtype))
         s_yk.store(b_yk.to(dtype))
         b_divisor = gl.maximum(keys_seen(p_count, i_b, i_tile, FIRST_KEY + N_KEY, FIRST_KEY, rows), 1.0)
@@ -183,19 +181,24 @@ def query_backward(
         s_dscores.store(gl.where(m_causal, b_dots + b_dtotal[:, None], 0.0).to(dtype))
         fence_async_shared()
         s_phi.store(pairs_of(s_yk, s_left, s_right, s_root, KEY_SCALE, F).to(dtype))
+        b_s1, b_1, b_v = warpgroup_mma_wait(0, [b_s1, b_1, b_v])
+        b_z1, b_zv = b_z1 + row_sums(b_1), b_zv + row_sums(b_v)
         fence_async_shared()
 
         b_dphi = add(s_dscores, s_phi, start(s_g, s_s2.permute((1, 0)), BLOCK, F))
-        b_s1, b_s2, b_1, b_2, b_v = add_keys(b_s1, b_s2, s_k, s_phi, s_v, s_one, D, F, V)
-        b_dphi, b_s1, b_s2, b_1, b_2, b_v = warpgroup_mma_wait(0, [b_dphi, b_s1, b_s2, b_1, b_2, b_v])
-        b_z1, b_z2, b_zv = b_z1 + row_sums(b_1), b_z2 + row_sums(b_2), b_zv + row_sums(b_v)
-        copy_rows(s_v, p_value, k_start + BLOCK, stride_vn, N_KEY, DV, V, p_mask)
-        copy_rows(s_out, p_out, q_start + BLOCK, DV, N_QUERY, DV, V)
+        b_s2, b_2 = add_rows(b_s2, s_phi, s_v, s_one, F)
+        b_dphi = warpgroup_mma_wait(2, [b_dphi])
         b_to_pairs = gl.convert_layout(b_dtotal, by_row(F, WARPS, BLOCK))
         b_dphi += b_to_pairs[:, None] * s_z2.load(by_column(F, WARPS, BLOCK))[None, :]
-        s_yq.store(pairs_backward(b_dphi, s_yq, s_left, s_right, s_root, s_phi, scale, F).to(dtype))
-
+        b_dphi = b_dphi * (s_root.load(by_column(F, WARPS, BLOCK)) * scale)[None, :]
+        b_s2, b_2 = warpgroup_mma_wait(0, [b_s2, b_2])
+        b_z2 += row_sums(b_2)
+        copy_rows(s_v, p_value, k_start + BLOCK, stride_vn, N_KEY, DV, V, p_mask)
+        copy_rows(s_out, p_out, q_start + BLOCK, DV, N_QUERY, DV, V)
+        b_dy = pairs_backward(b_dphi, s_yq, s_left, s_right, s_phi, F)
         b_dx = add(s_dscores, s_k, start(s_g, s_s1.permute((1, 0)), BLOCK, D))
+        s_yq.store(warpgroup_mma_wait(2, [b_dy]).to(dtype))
+        fence_async_shared()
         b_dx = warpgroup_mma_wait(0, [b_dx])
         copy_rows(s_g, p_grad, q_start + BLOCK, stride_gn, N_QUERY, DV, V)
         async_copy.commit_group()
@@ -207,7 +210,6 @@ def query_backward(
             s_dscores.store(gl.where(m_causal, b_dmean[:, None], 0.0).to(dtype))
             fence_async_shared()
             b_dx += warpgroup_mma_wait(0, [start(s_dscores, s_k, BLOCK, D)]) * KEY_SCALE
-        fence_async_shared()
         b_dx = warpgroup_mma_wait(0, [add(s_yq, s_first, b_dx)])
 
         # b_dx is the gradient of scale · query, on which alone everything depends.
