@@ -107,7 +107,7 @@ HOPPER_CAUSAL = (
     *(causal_hopper.sum_keys, causal_hopper.read, causal_hopper_queries.query_backward),
     *(causal_hopper_keys.sum_queries, causal_hopper_keys.key_backward),
 )
-WIDE_CAUSAL = (
+HOPPER_CAUSAL_WIDE = (
     *(causal_hopper_wide.sum_keys, causal_hopper_wide.read, causal_hopper_wide_queries.query_backward),
     *(causal_hopper_wide_keys.sum_queries, causal_hopper_wide_keys.key_backward),
 )
@@ -124,7 +124,7 @@ def signature(kernel, constants, dtype):
         if name.startswith("p_"):
             decoding = kernel in (decode.step, decode_window.step)  # with a map and sums in float32
             summing = bidirectional_sums.summarize, causal_sums.accumulate, causal_sums.scan
-            summing += *HOPPER_CAUSAL, *WIDE_CAUSAL, degrees_hopper.summarize
+            summing += *HOPPER_CAUSAL, *HOPPER_CAUSAL_WIDE, degrees_hopper.summarize
             partial = decoding or kernel in summing
             rows = name in ROWS - ({"p_tiles"} if decoding else set())
             rows = rows or (name in {"p_sums", "p_dsums"} and not partial)
@@ -248,15 +248,21 @@ def causal_cases(shape, plan):
         yield causal_keys.key_backward, shape, plan, causal_tiles_of_keys(tiles, plan), near
 
 
+def hopper_causal_cases(width, kernels, own):
+    shape = shape_of(width, torch.bfloat16)
+    plan = plan_of(shape, True, 2 * width)
+    constants = launch_hopper.constants(shape, plan, 8, Unit()) | own
+    tiles = Tiles(64, constants.pop("num_warps"), 1)
+    for kernel in kernels:
+        yield kernel, shape, plan, tiles, constants
+
+
 def hopper_cases():
     """What is simplest, and what takes most."""
     shape, tiles = shape_of(64, torch.bfloat16), Tiles(64, 4, 1)
     for own in ({"p_mask": None, "p_count": None}, {"UNIT": 2, "DIM": 48, "GROUPS": 2, "MAPS": 4}):
-        plan = plan_of(shape, True, 128)
-        constants = launch_hopper.constants(shape, plan, 8, Unit()) | own
-        del constants["num_warps"]
-        for kernel in HOPPER_CAUSAL:
-            yield kernel, shape, plan, tiles, constants
+        yield from hopper_causal_cases(64, HOPPER_CAUSAL, own)
+        yield from hopper_causal_cases(128, HOPPER_CAUSAL_WIDE, own | ({"DIM": 112} if "DIM" in own else {}))
         plan = plan_of(shape, False, 128, bidirectional=True)
         constants = launch_degrees.constants(shape, plan, 8, Unit(), 1) | own
         wide = tiles._replace(num_warps=constants.pop("num_warps"))

@@ -56,40 +56,40 @@ def size_of_sums(D: gl.constexpr, F: gl.constexpr, V: gl.constexpr):
 @gluon.jit
 def sums_before(p_sums, first, last, D: gl.constexpr, F: gl.constexpr, V: gl.constexpr):
     """The sums over the segments from `first` to before `last`: two tiles, three vectors."""
-    o_v = gl.arange(0, V, by_column(V, gl.num_warps()))[None, :]
-    o_f, o_d = (
-        gl.arange(0, F, by_row(V, gl.num_warps()))[:, None] * V,
-        gl.arange(0, D, by_row(V, gl.num_warps()))[:, None] * V,
-    )
-    b_s1 = gl.zeros([D, V], gl.float32, accumulator(V, gl.num_warps()))
-    b_s2 = gl.zeros([F, V], gl.float32, accumulator(V, gl.num_warps()))
-    b_z1 = gl.zeros([D], gl.float32, by_row(NARROW, gl.num_warps()))
-    b_z2 = gl.zeros([F], gl.float32, by_row(NARROW, gl.num_warps()))
-    b_zv = gl.zeros([V], gl.float32, by_row(NARROW, gl.num_warps()))
+    layout: gl.constexpr = accumulator(V, gl.num_warps())
+    vector: gl.constexpr = by_row(NARROW, gl.num_warps())
+    o_v = gl.arange(0, V, gl.SliceLayout(0, layout))[None, :]
+    o_f = gl.arange(0, F, gl.SliceLayout(1, layout))[:, None] * V
+    o_d = gl.arange(0, D, gl.SliceLayout(1, layout))[:, None] * V
+    b_s1 = gl.zeros([D, V], gl.float32, layout)
+    b_s2 = gl.zeros([F, V], gl.float32, layout)
+    b_z1 = gl.zeros([D], gl.float32, vector)
+    b_z2 = gl.zeros([F], gl.float32, vector)
+    b_zv = gl.zeros([V], gl.float32, vector)
     for i in range(first, last):
         p = p_sums + i * size_of_sums(D, F, V)
         b_s1 += gl.load(p + (o_d + o_v))
         b_s2 += gl.load(p + (D * V + o_f + o_v))
         p += (D + F) * V
-        b_z1 += gl.load(p + gl.arange(0, D, by_row(NARROW, gl.num_warps())))
-        b_z2 += gl.load(p + D + gl.arange(0, F, by_row(NARROW, gl.num_warps())))
-        b_zv += gl.load(p + D + F + gl.arange(0, V, by_row(NARROW, gl.num_warps())))
+        b_z1 += gl.load(p + gl.arange(0, D, vector))
+        b_z2 += gl.load(p + D + gl.arange(0, F, vector))
+        b_zv += gl.load(p + D + F + gl.arange(0, V, vector))
     return b_s1, b_s2, b_z1, b_z2, b_zv
 
 
 @gluon.jit
 def store_sums(p, b_s1, b_s2, b_z1, b_z2, b_zv, D: gl.constexpr, F: gl.constexpr, V: gl.constexpr):
-    o_v = gl.arange(0, V, by_column(V, gl.num_warps()))[None, :]
-    o_f, o_d = (
-        gl.arange(0, F, by_row(V, gl.num_warps()))[:, None] * V,
-        gl.arange(0, D, by_row(V, gl.num_warps()))[:, None] * V,
-    )
+    layout: gl.constexpr = accumulator(V, gl.num_warps())
+    vector: gl.constexpr = by_row(NARROW, gl.num_warps())
+    o_v = gl.arange(0, V, gl.SliceLayout(0, layout))[None, :]
+    o_f = gl.arange(0, F, gl.SliceLayout(1, layout))[:, None] * V
+    o_d = gl.arange(0, D, gl.SliceLayout(1, layout))[:, None] * V
     gl.store(p + (o_d + o_v), b_s1)
     gl.store(p + (D * V + o_f + o_v), b_s2)
     p += (D + F) * V
-    gl.store(p + gl.arange(0, D, by_row(NARROW, gl.num_warps())), b_z1)
-    gl.store(p + D + gl.arange(0, F, by_row(NARROW, gl.num_warps())), b_z2)
-    gl.store(p + D + F + gl.arange(0, V, by_row(NARROW, gl.num_warps())), b_zv)
+    gl.store(p + gl.arange(0, D, vector), b_z1)
+    gl.store(p + D + gl.arange(0, F, vector), b_z2)
+    gl.store(p + D + F + gl.arange(0, V, vector), b_zv)
 
 
 @gluon.jit

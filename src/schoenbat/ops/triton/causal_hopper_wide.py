@@ -258,7 +258,11 @@ def read(
         else:
             store_weighted(s_k, s_k, p_linear, scale * KEY_SCALE, D)
             b_scores = warpgroup_mma_wait(0, [add(s_q, s_k.permute((1, 0)), b_scores)])
-        # Sums and numerators go on while denominators are formed.
+        # Sums and numerators go on while denominators are formed. Places of tiles are worked out again.
+        zero, here = anew(0), anew(i) % 2
+        s_phiq, s_phik, s_one = m_phiq.index(zero), m_phik.index(zero), m_one.index(zero)
+        s_q, s_k, s_v = s_queries.index(here), s_keys.index(here), s_values.index(here)
+        s_s1, s_s2 = m_s1.index(zero), m_s2.index(zero)
         b_s2, b_2 = add_rows(b_s2, s_phik, s_v, s_one, F)
         b_numerator = add(s_phiq, s_s2, start(s_q, s_s1, BLOCK, V))
         # The mean logit, which makes the floor.

@@ -17,13 +17,12 @@ MOST_TILES = 17
 
 
 def takes_pairs(shape: Shape, plan: Plan, rows: Sequence[Tensor]) -> bool:
-    """Whether a map has identity features and one group of pairs, of wide heads two, as causal kernels want it.
+    """Whether a map has identity features, and about as many pairs as channels, as causal kernels want it.
 
     They go through all positions, whether there are queries, or keys, or both: rows are query, key and value.
     """
-    fits = (
-        plan.identity and plan.quadratic == 1 and plan.group == 64 and 64 * plan.num_groups == shape.block_d
-    )
+    num_pairs = plan.root_weight.shape[-1]
+    fits = plan.identity and plan.quadratic == 1 and plan.group == 64 and num_pairs == shape.block_d
     queries, keys = rows[0].shape[-2], rows[1].shape[-2]
     return fits and max(queries, keys) <= 2 * min(queries, keys) and _takes(shape, rows, (64, 128))
 

@@ -1,6 +1,8 @@
 """Launch the kernels of causal attention in one pass, where a call is of the kind they are for."""
 
 from collections.abc import Sequence
+from functools import cache
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -11,8 +13,8 @@ from schoenbat.ops.triton.hopper_calls import is_aligned, widths
 from schoenbat.ops.triton.plan import Plan
 
 _BLOCK = 64
-# About twice as many as there are multiprocessors: of two on one of them, one works while the other waits. Of wide heads
-# a program has eight warps and a multiprocessor for itself.
+# About twice as many as there are multiprocessors: of two on one of them, one works while the other waits.
+# Of wide heads a program has eight warps and a multiprocessor for itself.
 _PROGRAMS = 264
 # Every segment adds up the sums of those before it: more than a few are worth it where each has many tiles.
 _FEW_SEGMENTS, _TILES_EACH = 8, 16
@@ -61,17 +63,16 @@ class Kernels(NamedTuple):
 
     @classmethod
     def of(cls, shape: Shape) -> "Kernels":
-        """Imported where a call has kernels of this kind: there are GPUs and versions of Triton without."""
-        if _is_wide(shape):
-            from schoenbat.ops.triton import causal_hopper_wide as outputs
-            from schoenbat.ops.triton import causal_hopper_wide_keys as keys
-            from schoenbat.ops.triton import causal_hopper_wide_queries as queries
-        else:
-            from schoenbat.ops.triton import causal_hopper as outputs
-            from schoenbat.ops.triton import causal_hopper_keys as keys
-            from schoenbat.ops.triton import causal_hopper_queries as queries
-        of_keys = keys.sum_queries, keys.key_backward
-        return cls(outputs.sum_keys, outputs.read, queries.query_backward, *of_keys)
+        return _kernels("causal_hopper_wide" if _is_wide(shape) else "causal_hopper")
+
+
+@cache
+def _kernels(name: str) -> Kernels:
+    """Imported where a call has kernels of this kind: there are versions of Triton that know nothing of it."""
+    modules = (import_module(f"schoenbat.ops.triton.{name}{part}") for part in ("", "_queries", "_keys"))
+    outputs, queries, keys = modules
+    of_keys = keys.sum_queries, keys.key_backward
+    return Kernels(outputs.sum_keys, outputs.read, queries.query_backward, *of_keys)
 
 
 def _is_wide(shape: Shape) -> bool:
