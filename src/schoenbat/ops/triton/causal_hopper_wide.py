@@ -287,5 +287,6 @@ def read(
         b_values = s_zv.load(by_column(V, WARPS, BLOCK))
         b_numerator += gl.convert_layout(b_e, by_row(V, WARPS, BLOCK))[:, None] * b_values[None, :]
         b_numerator *= gl.convert_layout(b_inverse, by_row(V, WARPS, BLOCK))[:, None]
-        store_rows(p_out + i_out * DV, q_start, b_numerator, s_q, N_QUERY, DV, V)
+        # Not by way of the queries' tile: where one group of warps is done, the other may still be reading it.
+        store_rows(p_out + i_out * DV, q_start, b_numerator, s_k, N_QUERY, DV, V)
     async_copy.wait_group(0)

@@ -68,7 +68,7 @@ class Kernels(NamedTuple):
 
 @cache
 def _kernels(name: str) -> Kernels:
-    """Imported where a call has kernels of this kind: there are versions of Triton that know nothing of it."""
+    """Imported where a call has kernels of this kind: some versions of Triton know nothing of it."""
     modules = (import_module(f"schoenbat.ops.triton.{name}{part}") for part in ("", "_queries", "_keys"))
     outputs, queries, keys = modules
     of_keys = keys.sum_queries, keys.key_backward
