@@ -233,13 +233,8 @@ def key_backward(
 
         # Values first. Places of tiles are worked out again: kept until here they would take registers.
         zero, here = anew(0), anew(i) & 1
-        s_v, s_g, s_weights, s_dscores = (
-            m_v.index(zero),
-            m_g.index(zero),
-            m_weights.index(zero),
-            m_dscores.index(zero),
-        )
-        s_q, s_k, s_constant = s_queries.index(here), s_keys.index(here), s_constants.index(here)
+        s_v, s_g, s_dscores = m_v.index(zero), m_g.index(zero), m_dscores.index(zero)
+        s_q, s_k, s_weights = s_queries.index(here), s_keys.index(here), m_weights.index(zero)
         b_linear_scores = start(s_k, s_q.permute((1, 0)), BLOCK, BLOCK)
         b_scores = start(s_phik, s_phiq.permute((1, 0)), BLOCK, BLOCK)
         b_dv = add(s_phik, s_s2, start(s_k, s_s1, BLOCK, V))
@@ -254,13 +249,6 @@ def key_backward(
             store_weighted(s_phik, s_k, p_linear, scale * KEY_SCALE, D)
             b_scores = warpgroup_mma_wait(0, [add(s_phik, s_q.permute((1, 0)), b_scores)])
         b_scores = gl.where(m_causal, b_scores + s_constant.load(columns)[None, :], 0.0)
-        zero, here = anew(0), anew(i) & 1
-        s_phiq, s_phik, s_s1, s_s2 = (
-            m_phiq.index(zero),
-            m_phik.index(zero),
-            m_s1.index(zero),
-            m_s2.index(zero),
-        )
         s_scores = s_phik.slice(0, BLOCK, 1)
         s_scores.store(b_scores.to(dtype))
         fence_async_shared()
@@ -274,20 +262,6 @@ def key_backward(
         store_rows(p_dvalue, k_start, b_dv, s_g, N_KEY, DV, V)
 
         b_dphi = warpgroup_mma_wait(0, [b_dphi])
-        zero, here = anew(0), anew(i) & 1
-        s_left, s_right, s_yk, s_phik = (
-            m_left.index(zero),
-            m_right.index(zero),
-            m_yk.index(zero),
-            m_phik.index(zero),
-        )
-        s_v, s_g, s_dscores, s_dmean = (
-            m_v.index(zero),
-            m_g.index(zero),
-            m_dscores.index(zero),
-            s_dmeans.index(here),
-        )
-        s_q, s_k, s_first = s_queries.index(here), s_keys.index(here), m_first.index(zero)
         copy_rows(s_g, p_grad, q_start - BLOCK, stride_gn, N_QUERY, DV, V)
         columns_f: gl.constexpr = by_column(F, WARPS, BLOCK)
         b_dphi += s_z2.load(columns_f)[None, :]
