@@ -77,6 +77,9 @@ class Shared:
     def permute(self, order):
         return Shared(self.memory.permute(order))
 
+    def slice(self, start, length, dim=0):
+        return Shared(self.memory.narrow(dim, start, length))
+
     def load(self, layout):
         return block(self.memory.clone())
 
@@ -114,24 +117,32 @@ class Product:
     """One that may still be under way: a number only after waiting."""
 
     def __init__(self, a, b, acc):
-        self.a, self.b, self.acc = a, b, acc
+        self.a, self.b, self.acc, self.done = a, b, acc, None
 
-    def wait(self):
-        acc = self.acc.wait() if isinstance(self.acc, Product) else self.acc
+    def finish(self):
+        acc = self.acc.done if isinstance(self.acc, Product) else self.acc
         a = self.a.memory if isinstance(self.a, Shared) else self.a
-        return block(a.float() @ self.b.memory.float() + acc)
+        self.done = block(a.float() @ self.b.memory.float() + acc)
 
 
-def warpgroup_mma(a, b, acc, use_acc=True, is_async=False):
-    assert is_async
-    assert a.dtype == b.dtype
-    return Product(a, b, acc if use_acc else torch.zeros(a.shape[0], b.shape[1]))
+class Products:
+    """`warpgroup_mma` and waiting for it: products end in the order in which they were started."""
 
+    def __init__(self):
+        self.begun = []
 
-def warpgroup_mma_wait(pending, products):
-    assert pending == 0
-    done = [x.wait() if isinstance(x, Product) else x for x in products]
-    return done[0] if len(done) == 1 else done
+    def begin(self, a, b, acc, use_acc=True, is_async=False):
+        assert is_async
+        assert a.dtype == b.dtype
+        self.begun.append(Product(a, b, acc if use_acc else torch.zeros(a.shape[0], b.shape[1])))
+        return self.begun[-1]
+
+    def wait(self, pending, products):
+        """What is among the last `pending` that were started is no number yet."""
+        while len(self.begun) > pending:
+            self.begun.pop(0).finish()
+        found = [x.done if isinstance(x, Product) and x.done is not None else x for x in products]
+        return found[0] if len(found) == 1 else found
 
 
 def assembly(text, constraints, args, **options):
@@ -183,14 +194,14 @@ def language(program):
 def emulate(monkeypatch, modules: list[ModuleType]):
     """Kernels of these modules run on a CPU."""
     program: dict[str, int] = {}
-    copies = Copies()
+    copies, products = Copies(), Products()
     names = {
         "gl": language(program),
         "async_copy": copies,
         "_copy": copies.begin,
         "fence_async_shared": lambda: None,
-        "warpgroup_mma": warpgroup_mma,
-        "warpgroup_mma_wait": warpgroup_mma_wait,
+        "warpgroup_mma": products.begin,
+        "warpgroup_mma_wait": products.wait,
     }
 
     def run(kernel, *args, grid, warmup, num_warps, **constants):
@@ -199,6 +210,7 @@ def emulate(monkeypatch, modules: list[ModuleType]):
         for program["id"] in range(grid[0]):
             kernel.fn(*args, **constants)
             assert not copies.begun
+            assert not products.begun
 
     monkeypatch.setattr(GluonJITFunction, "__call__", lambda kernel, *args: kernel.fn(*args))
     monkeypatch.setattr(GluonJITFunction, "run", run)

@@ -156,7 +156,7 @@ def shape_of(width, dtype):
     return Shape(4, 8, 1, width, value_dim, padded(width), padded(value_dim), dtype)
 
 
-HOPPER_CAUSAL = [kernel for width in (32, 64) for kernel in launch_hopper.Kernels.of(width)]
+HOPPER_CAUSAL = [kernel for width in (32, 64, 128) for kernel in launch_hopper.Kernels.of(width)]
 
 
 def plan_of(shape, quadratic, num_features, *, bidirectional=False):
@@ -238,18 +238,23 @@ def causal_cases(shape, plan):
         yield causal_keys.key_backward, shape, plan, causal_tiles_of_keys(tiles, plan), near
 
 
+def hopper_causal_cases(width, num_features, own):
+    shape = shape_of(width, torch.bfloat16)
+    plan = plan_of(shape, True, num_features)
+    constants = launch_hopper.constants(shape, plan, 8, Unit()) | own
+    tiles = Tiles(64, constants.pop("num_warps"), 1)
+    for kernel in launch_hopper.Kernels.of(width):
+        yield kernel, shape, plan, tiles, constants
+
+
 def hopper_cases():
     """What is simplest, and what takes most."""
-    tiles = Tiles(64, 4, 1)
-    for own in ({"p_mask": None, "p_count": None}, {"UNIT": 2, "DIM": 48, "GROUPS": 2, "MAPS": 4}):
-        for width in (32, 64):
-            shape = shape_of(width, torch.bfloat16)
-            plan = plan_of(shape, True, 128)
-            constants = launch_hopper.constants(shape, plan, 8, Unit()) | own
-            constants["DIM"] = min(width, constants["DIM"])
-            del constants["num_warps"]
-            for kernel in launch_hopper.Kernels.of(width):
-                yield kernel, shape, plan, tiles, constants
+    shape, tiles = shape_of(64, torch.bfloat16), Tiles(64, 4, 1)
+    most = {"UNIT": 2, "GROUPS": 2, "MAPS": 4}
+    for own in ({"p_mask": None, "p_count": None}, most | {"DIM": 48}):
+        yield from hopper_causal_cases(32, 128, own | ({"DIM": 32} if "DIM" in own else {}))
+        yield from hopper_causal_cases(64, 128, own)
+        yield from hopper_causal_cases(128, 256, own | ({"DIM": 112} if "DIM" in own else {}))
         plan = plan_of(shape, False, 128, bidirectional=True)
         constants = launch_degrees.constants(shape, plan, 8, Unit(), 1) | own
         wide = tiles._replace(num_warps=constants.pop("num_warps"))

@@ -15,8 +15,9 @@ pytest.importorskip("triton.experimental.gluon")
 # What a GPU runs of it are other programs than what a CPU does: there they are among the tests of GPUs.
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 draw = partial(specification.draw, dtype=torch.bfloat16)
-# Of narrow heads with two groups of pairs, and with one.
-MAPS = pytest.mark.parametrize(("dim", "num_features"), [(64, 128), (32, 128), (32, 90)])
+# Of narrow heads with two groups of pairs, and with one. Wide heads have two warp groups to a program.
+MAPS = pytest.mark.parametrize(("dim", "num_features"), [(64, 128), (32, 128), (32, 90), (128, 256)])
+WIDTHS = pytest.mark.parametrize("dim", [32, 64, 128])
 
 
 def draw_map(dim, num_features, **options):
@@ -33,6 +34,9 @@ def passes(request, monkeypatch):
         causal_hopper_narrow_keys,
         causal_hopper_narrow_queries,
         causal_hopper_queries,
+        causal_hopper_wide,
+        causal_hopper_wide_keys,
+        causal_hopper_wide_queries,
         hopper,
         hopper_calls,
         launch_hopper,
@@ -41,11 +45,12 @@ def passes(request, monkeypatch):
     if DEVICE == "cpu":
         from ops.triton.gluon_emulation import emulate
 
-        wide = causal_hopper, causal_hopper_queries, causal_hopper_keys
+        common = causal_hopper, causal_hopper_queries, causal_hopper_keys
         narrow = causal_hopper_narrow, causal_hopper_narrow_queries, causal_hopper_narrow_keys
-        emulate(monkeypatch, [hopper, *wide, *narrow])
+        wide = causal_hopper_wide, causal_hopper_wide_queries, causal_hopper_wide_keys
+        emulate(monkeypatch, [hopper, *common, *narrow, *wide])
         monkeypatch.setattr(hopper_calls, "has_kernels", lambda device: True)
-    monkeypatch.setattr(launch_hopper, "_PROGRAMS", 1 if request.param == "one segment" else 10_000)
+    monkeypatch.setattr(launch_hopper, "_PROGRAMS", 2 if request.param == "one segment" else 10_000)
     run = recorded(monkeypatch, launch_hopper, ("attend", "attend_backward"))
     yield
     assert run == ["attend", "attend_backward"]
@@ -60,7 +65,9 @@ def test_matches_the_specification(queries, keys, dim, num_features):
     assert_close_to_specification(features, tensors, torch.tensor([1.3]), is_causal=True)
 
 
-@pytest.mark.parametrize(("dim", "value_dim", "num_features"), [(48, 64, 100), (32, 32, 128), (32, 32, 80)])
+@pytest.mark.parametrize(
+    ("dim", "value_dim", "num_features"), [(48, 64, 100), (32, 32, 128), (32, 32, 80), (96, 112, 190)]
+)
 def test_masks_groups_and_maps_per_head(dim, value_dim, num_features):
     """A sequence that begins with masked keys, and one that has no others; padded widths."""
     features = draw_map(dim, num_features, num_heads=2)
@@ -72,28 +79,37 @@ def test_masks_groups_and_maps_per_head(dim, value_dim, num_features):
 
 
 @pytest.mark.parametrize("centred", [False, True])
-@pytest.mark.parametrize("dim", [64, 32])
+@pytest.mark.parametrize("dim", [32, 64, 112])
 def test_rows_are_normalised_on_the_way(centred, dim):
-    features = draw_map(dim, 128)
+    features = draw_map(dim, max(128, 2 * dim))
     mask = (torch.rand(1, 150, generator=torch.Generator().manual_seed(0)) > 0.3).to(DEVICE)
     options = {"key_mask": mask, "is_causal": True, "unit_rows": UnitRows(centred, 1e-3)}
     assert_close_to_specification(features, draw(150, 150, dim=dim), torch.tensor([2.0]), **options)
 
 
-@pytest.mark.parametrize("dim", [64, 32])
+@WIDTHS
 def test_linear_features_may_differ_in_weight(dim):
-    features = draw_map(dim, 128)
+    features = draw_map(dim, max(128, 2 * dim))
     features.feature_weights[1 : 1 + dim] *= torch.linspace(0, 2, dim, device=DEVICE)
     assert_close_to_specification(features, draw(150, 150, dim=dim), torch.tensor([1.3]), is_causal=True)
 
 
-@pytest.mark.parametrize("dim", [64, 32])
+@WIDTHS
+def test_pairs_may_differ_in_weight(dim):
+    features = draw_map(dim, max(128, 2 * dim))
+    pairs = features.feature_weights[1 + dim :]
+    pairs *= torch.linspace(2, 0, len(pairs), device=DEVICE)
+    assert_close_to_specification(features, draw(150, 150, dim=dim), torch.tensor([1.3]), is_causal=True)
+
+
+@WIDTHS
 def test_floors_that_act(dim):
     """Queries and keys of opposed means, at a scale at which denominators fall below their floors."""
     query, key, value = draw(150, 150, dim=dim)
     tensors = [query / dim**0.5 + 0.1, key / dim**0.5 - 0.1, value]
     options = {"is_causal": True, "roundings": 2.0}
-    assert_close_to_specification(draw_map(dim, 128), tensors, torch.tensor([6.0]), **options)
+    features = draw_map(dim, max(128, 2 * dim))
+    assert_close_to_specification(features, tensors, torch.tensor([6.0]), **options)
 
 
 @pytest.mark.gpu
@@ -106,10 +122,11 @@ def test_long_sequences_on_a_gpu(length, dim, num_features):
     assert_close_to_specification(features, tensors, torch.linspace(0.5, 2.5, 4), "eager", **options)
 
 
-def test_a_gradient_may_begin_anywhere():
+@WIDTHS
+def test_a_gradient_may_begin_anywhere(dim):
     """As that of a part of a flat tensor does: it is contiguous, and not aligned."""
-    features = draw_map(64, 128)
-    inputs = [x.to(DEVICE).requires_grad_() for x in draw(70, 70, dim=64)]
+    features = draw_map(dim, max(128, 2 * dim))
+    inputs = [x.to(DEVICE).requires_grad_() for x in draw(70, 70, dim=dim)]
     others = torch.zeros(3, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
     out = rmfa(*inputs, features, is_causal=True, implementation="triton")
     torch.cat([others, out.flatten()]).square().sum().backward()

@@ -45,7 +45,7 @@ LENGTHS = ("N_QUERY", "N_KEY", "FIRST_QUERY", "FIRST_KEY", "TILES", "SEGMENTS", 
 @gluon.jit
 def pairs(b_left, b_right, s_root, scale, F: gl.constexpr):
     """The features ``√w (scale x·left)(scale x·right)`` from the two projections."""
-    return b_left * b_right * (s_root.load(by_column(F)) * (scale * scale))[None, :]
+    return b_left * b_right * (s_root.load(by_column(F, gl.num_warps(), BLOCK)) * (scale * scale))[None, :]
 
 
 @gluon.jit
@@ -56,34 +56,40 @@ def size_of_sums(D: gl.constexpr, F: gl.constexpr, V: gl.constexpr):
 @gluon.jit
 def sums_before(p_sums, first, last, D: gl.constexpr, F: gl.constexpr, V: gl.constexpr):
     """The sums over the segments from `first` to before `last`: two tiles, three vectors."""
-    o_v = gl.arange(0, V, by_column(V))[None, :]
-    o_f, o_d = gl.arange(0, F, by_row(V))[:, None] * V, gl.arange(0, D, by_row(V))[:, None] * V
-    b_s1 = gl.zeros([D, V], gl.float32, accumulator(V))
-    b_s2 = gl.zeros([F, V], gl.float32, accumulator(V))
-    b_z1 = gl.zeros([D], gl.float32, by_row(NARROW))
-    b_z2 = gl.zeros([F], gl.float32, by_row(NARROW))
-    b_zv = gl.zeros([V], gl.float32, by_row(NARROW))
+    layout: gl.constexpr = accumulator(V, gl.num_warps())
+    vector: gl.constexpr = by_row(NARROW, gl.num_warps())
+    o_v = gl.arange(0, V, gl.SliceLayout(0, layout))[None, :]
+    o_f = gl.arange(0, F, gl.SliceLayout(1, layout))[:, None] * V
+    o_d = gl.arange(0, D, gl.SliceLayout(1, layout))[:, None] * V
+    b_s1 = gl.zeros([D, V], gl.float32, layout)
+    b_s2 = gl.zeros([F, V], gl.float32, layout)
+    b_z1 = gl.zeros([D], gl.float32, vector)
+    b_z2 = gl.zeros([F], gl.float32, vector)
+    b_zv = gl.zeros([V], gl.float32, vector)
     for i in range(first, last):
         p = p_sums + i * size_of_sums(D, F, V)
         b_s1 += gl.load(p + (o_d + o_v))
         b_s2 += gl.load(p + (D * V + o_f + o_v))
         p += (D + F) * V
-        b_z1 += gl.load(p + gl.arange(0, D, by_row(NARROW)))
-        b_z2 += gl.load(p + D + gl.arange(0, F, by_row(NARROW)))
-        b_zv += gl.load(p + D + F + gl.arange(0, V, by_row(NARROW)))
+        b_z1 += gl.load(p + gl.arange(0, D, vector))
+        b_z2 += gl.load(p + D + gl.arange(0, F, vector))
+        b_zv += gl.load(p + D + F + gl.arange(0, V, vector))
     return b_s1, b_s2, b_z1, b_z2, b_zv
 
 
 @gluon.jit
 def store_sums(p, b_s1, b_s2, b_z1, b_z2, b_zv, D: gl.constexpr, F: gl.constexpr, V: gl.constexpr):
-    o_v = gl.arange(0, V, by_column(V))[None, :]
-    o_f, o_d = gl.arange(0, F, by_row(V))[:, None] * V, gl.arange(0, D, by_row(V))[:, None] * V
+    layout: gl.constexpr = accumulator(V, gl.num_warps())
+    vector: gl.constexpr = by_row(NARROW, gl.num_warps())
+    o_v = gl.arange(0, V, gl.SliceLayout(0, layout))[None, :]
+    o_f = gl.arange(0, F, gl.SliceLayout(1, layout))[:, None] * V
+    o_d = gl.arange(0, D, gl.SliceLayout(1, layout))[:, None] * V
     gl.store(p + (o_d + o_v), b_s1)
     gl.store(p + (D * V + o_f + o_v), b_s2)
     p += (D + F) * V
-    gl.store(p + gl.arange(0, D, by_row(NARROW)), b_z1)
-    gl.store(p + D + gl.arange(0, F, by_row(NARROW)), b_z2)
-    gl.store(p + D + F + gl.arange(0, V, by_row(NARROW)), b_zv)
+    gl.store(p + gl.arange(0, D, vector), b_z1)
+    gl.store(p + D + gl.arange(0, F, vector), b_z2)
+    gl.store(p + D + F + gl.arange(0, V, vector), b_zv)
 
 
 @gluon.jit
@@ -103,8 +109,8 @@ def add_keys(b_s1, b_s2, s_k, s_phi, s_v, s_one, D: gl.constexpr, F: gl.constexp
 def shared_one(dtype: gl.constexpr):
     """By which rows are added up: a column of ones, and zeros."""
     s_one = shared_tile(dtype, BLOCK, NARROW)
-    o = gl.arange(0, NARROW, by_column(NARROW))[None, :]
-    b_one = gl.zeros([BLOCK, NARROW], gl.float32, accumulator(NARROW))
+    o = gl.arange(0, NARROW, by_column(NARROW, gl.num_warps()))[None, :]
+    b_one = gl.zeros([BLOCK, NARROW], gl.float32, accumulator(NARROW, gl.num_warps()))
     s_one.index(0).store(gl.where(o == 0, b_one + 1.0, b_one).to(dtype))
     return s_one
 

@@ -53,21 +53,28 @@ from schoenbat.ops.triton.hopper import (
 
 
 @gluon.jit
-def store_weights(s_weights, s_inverse, s_constant, s_dtotal, s_dmean):
-    """dT, dm and e/f by row, two columns each."""
-    layout: gl.constexpr = by_row(NARROW)
+def store_weights(s_weights, b_e, s_dtotal, s_dmean):
+    """dT, dm and what gradients of outputs are added up with, e/f or e, by row: two columns each."""
+    layout: gl.constexpr = by_row(NARROW, gl.num_warps())
     dtype: gl.constexpr = s_weights.dtype
     b_dtotal = in_two_columns(s_dtotal.load(layout), dtype, 0)
     b_dmean = in_two_columns(s_dmean.load(layout), dtype, 2)
-    b_e = in_two_columns(s_constant.load(layout) * s_inverse.load(layout), dtype, 4)
-    o = gl.arange(0, NARROW, by_column(NARROW))[None, :]
+    b_e = in_two_columns(b_e, dtype, 4)
+    o = gl.arange(0, NARROW, by_column(NARROW, gl.num_warps()))[None, :]
     s_weights.store(gl.where(o < 2, b_dtotal, gl.where(o < 4, b_dmean, b_e)))
+
+
+@gluon.jit
+def over_denominator(s_constant, s_inverse):
+    """e/f by row."""
+    layout: gl.constexpr = by_row(NARROW, gl.num_warps())
+    return s_constant.load(layout) * s_inverse.load(layout)
 
 
 @gluon.jit
 def two_columns(b_narrow, FIRST: gl.constexpr):
     """The sum of two columns of a narrow product."""
-    o = gl.arange(0, NARROW, by_column(NARROW))[None, :]
+    o = gl.arange(0, NARROW, by_column(NARROW, gl.num_warps()))[None, :]
     return gl.sum(gl.where((o == FIRST) | (o == FIRST + 1), b_narrow, 0.0), axis=1)
 
 
@@ -79,21 +86,24 @@ def size_of_query_sums(D: gl.constexpr, F: gl.constexpr, V: gl.constexpr):
 @gluon.jit
 def query_sums_behind(p_sums, first, last, D: gl.constexpr, F: gl.constexpr, V: gl.constexpr):
     """The sums over the segments from `first` to before `last`: two tiles, four vectors."""
-    o_v = gl.arange(0, V, by_column(V))[None, :]
-    o_f, o_d = gl.arange(0, F, by_row(V))[:, None] * V, gl.arange(0, D, by_row(V))[:, None] * V
-    b_s1 = gl.zeros([D, V], gl.float32, accumulator(V))
-    b_s2 = gl.zeros([F, V], gl.float32, accumulator(V))
-    b_z1, b_zm = gl.zeros([D], gl.float32, by_row(NARROW)), gl.zeros([D], gl.float32, by_row(NARROW))
-    b_z2, b_ze = gl.zeros([F], gl.float32, by_row(NARROW)), gl.zeros([V], gl.float32, by_row(NARROW))
+    layout: gl.constexpr = accumulator(V, gl.num_warps())
+    vector: gl.constexpr = by_row(NARROW, gl.num_warps())
+    o_v = gl.arange(0, V, gl.SliceLayout(0, layout))[None, :]
+    o_f = gl.arange(0, F, gl.SliceLayout(1, layout))[:, None] * V
+    o_d = gl.arange(0, D, gl.SliceLayout(1, layout))[:, None] * V
+    b_s1 = gl.zeros([D, V], gl.float32, layout)
+    b_s2 = gl.zeros([F, V], gl.float32, layout)
+    b_z1, b_zm = gl.zeros([D], gl.float32, vector), gl.zeros([D], gl.float32, vector)
+    b_z2, b_ze = gl.zeros([F], gl.float32, vector), gl.zeros([V], gl.float32, vector)
     for i in range(first, last):
         p = p_sums + i * size_of_query_sums(D, F, V)
         b_s1 += gl.load(p + (o_d + o_v))
         b_s2 += gl.load(p + (D * V + o_f + o_v))
         p += (D + F) * V
-        b_z1 += gl.load(p + gl.arange(0, D, by_row(NARROW)))
-        b_z2 += gl.load(p + D + gl.arange(0, F, by_row(NARROW)))
-        b_ze += gl.load(p + D + F + gl.arange(0, V, by_row(NARROW)))
-        b_zm += gl.load(p + D + F + V + gl.arange(0, D, by_row(NARROW)))
+        b_z1 += gl.load(p + gl.arange(0, D, vector))
+        b_z2 += gl.load(p + D + gl.arange(0, F, vector))
+        b_ze += gl.load(p + D + F + gl.arange(0, V, vector))
+        b_zm += gl.load(p + D + F + V + gl.arange(0, D, vector))
     return b_s1, b_s2, b_z1, b_z2, b_ze, b_zm
 
 
@@ -161,7 +171,7 @@ def sum_queries(
             s_dtotal, s_dmean = s_dtotals.index(here), s_dmeans.index(here)
             make_unit(s_q, EPS, UNIT, DIM, D)
             store_multiplied(s_weighted, s_g, s_inverse, V)
-            store_weights(s_weights, s_inverse, s_constant, s_dtotal, s_dmean)
+            store_weights(s_weights, over_denominator(s_constant, s_inverse), s_dtotal, s_dmean)
             fence_async_shared()
             s_phi.store(pairs_of_rows(s_q, s_left, s_right, s_root, scale, F).to(dtype))
             fence_async_shared()
@@ -264,7 +274,7 @@ def key_backward(
         make_unit(s_q, EPS, UNIT, DIM, D)
         make_unit(s_k, EPS, UNIT, DIM, D, s_factor)
         store_multiplied(s_weighted, s_g, s_inverse, V)
-        store_weights(s_weights, s_inverse, s_constant, s_dtotal, s_dmean)
+        store_weights(s_weights, over_denominator(s_constant, s_inverse), s_dtotal, s_dmean)
         fence_async_shared()
 
         b_left, b_right = start(s_q, s_left, BLOCK, F), start(s_q, s_right, BLOCK, F)

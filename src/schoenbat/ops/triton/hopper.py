@@ -20,9 +20,13 @@ LOWEST_EXPONENT = gl.constexpr(-80.0)
 
 
 @gluon.constexpr_function
-def accumulator(columns, warps=4):
-    """The layout of a product's result, of 16 rows to a warp."""
-    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[warps, 1], instr_shape=[16, columns, 16])
+def accumulator(columns, warps=4, rows=None):
+    """The layout of a product's result, of 16 rows to a warp; of fewer rows groups of warps share the columns."""
+    across = 1 if rows is None else max(1, 16 * warps // rows)
+    instruction = [16, columns // across, 16]
+    return gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[warps // across, across], instr_shape=instruction
+    )
 
 
 @gluon.constexpr_function
@@ -32,14 +36,14 @@ def operand(columns, warps=4):
 
 
 @gluon.constexpr_function
-def by_row(columns, warps=4):
+def by_row(columns, warps=4, rows=None):
     """The layout of a vector with an entry for each row of a result."""
-    return gl.SliceLayout(1, accumulator(columns, warps))
+    return gl.SliceLayout(1, accumulator(columns, warps, rows))
 
 
 @gluon.constexpr_function
-def by_column(columns, warps=4):
-    return gl.SliceLayout(0, accumulator(columns, warps))
+def by_column(columns, warps=4, rows=None):
+    return gl.SliceLayout(0, accumulator(columns, warps, rows))
 
 
 @gluon.constexpr_function
@@ -51,7 +55,7 @@ def in_memory(columns, warps=4):
 @gluon.jit
 def start(a, b, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
     """Start a b, [ROWS, COLUMNS]."""
-    b_zeros = gl.zeros([ROWS, COLUMNS], gl.float32, accumulator(COLUMNS, gl.num_warps()))
+    b_zeros = gl.zeros([ROWS, COLUMNS], gl.float32, accumulator(COLUMNS, gl.num_warps(), ROWS))
     return warpgroup_mma(a, b, b_zeros, use_acc=False, is_async=True)
 
 
@@ -74,9 +78,9 @@ def shared_tiles(dtype: gl.constexpr, NUMBER: gl.constexpr, ROWS: gl.constexpr, 
 
 
 @gluon.jit
-def shared_pair(dtype: gl.constexpr, COLUMNS: gl.constexpr):
+def shared_pair(dtype: gl.constexpr, COLUMNS: gl.constexpr, ROWS: gl.constexpr = None):
     """Two tiles of rows: one is worked on while the other is loaded."""
-    return shared_tiles(dtype, 2, 16 * gl.num_warps(), COLUMNS)
+    return shared_tiles(dtype, 2, 16 * gl.num_warps() if ROWS is None else ROWS, COLUMNS)
 
 
 @gluon.jit
@@ -85,10 +89,11 @@ def shared_vector(SIZE: gl.constexpr):
 
 
 @gluon.jit
-def shared_vectors():
+def shared_vectors(ROWS: gl.constexpr = None):
     """Two vectors of a number for each row, as `shared_pair`."""
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    return gl.allocate_shared_memory(gl.float32, [2, 16 * gl.num_warps()], layout)
+    rows: gl.constexpr = 16 * gl.num_warps() if ROWS is None else ROWS
+    return gl.allocate_shared_memory(gl.float32, [2, rows], layout)
 
 
 @gluon.jit
@@ -102,9 +107,9 @@ def anew(number):
 
 
 @gluon.jit
-def visible(start_row, N, layout: gl.constexpr, p_mask=None):
+def visible(start_row, N, layout: gl.constexpr, p_mask=None, ROWS: gl.constexpr = None):
     """Which rows of a tile exist and take part; a tile may begin before the first row."""
-    o_n = start_row + gl.arange(0, 16 * gl.num_warps(), layout)
+    o_n = start_row + gl.arange(0, 16 * gl.num_warps() if ROWS is None else ROWS, layout)
     m_n = (o_n >= 0) & (o_n < N)
     if p_mask is not None:
         m_n = m_n & (gl.load(p_mask + o_n, mask=m_n, other=0) != 0)
@@ -115,9 +120,9 @@ def visible(start_row, N, layout: gl.constexpr, p_mask=None):
 def copy_rows(s_tile, p, start_row, stride, N, C: gl.constexpr, COLUMNS: gl.constexpr, p_mask=None):
     """Begin to copy a tile of rows; zeros where there are none, or where a mask says so."""
     layout: gl.constexpr = in_memory(COLUMNS, gl.num_warps())
-    m_n = visible(start_row, N, gl.SliceLayout(1, layout), p_mask)
+    m_n = visible(start_row, N, gl.SliceLayout(1, layout), p_mask, s_tile.shape[0])
     stride = anew(stride // 8) * 8
-    o_n = gl.arange(0, 16 * gl.num_warps(), gl.SliceLayout(1, layout))
+    o_n = gl.arange(0, s_tile.shape[0], gl.SliceLayout(1, layout))
     o_c = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
     p = p + gl.to_tensor(start_row).to(gl.int64) * stride + (o_n[:, None] * stride + o_c[None, :])
     _copy(s_tile, p, mask=m_n[:, None] & (o_c[None, :] < C))
@@ -136,8 +141,8 @@ def copy_tile(s_tile, p, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 def copy_numbers(s_vector, p, start_row, N):
     """Begin to copy a number for each row of a tile; zeros where there is none."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    m_n = visible(start_row, N, layout)
-    _copy(s_vector, p + start_row + gl.arange(0, 16 * gl.num_warps(), layout), mask=m_n)
+    m_n = visible(start_row, N, layout, None, s_vector.shape[0])
+    _copy(s_vector, p + start_row + gl.arange(0, s_vector.shape[0], layout), mask=m_n)
 
 
 @gluon.jit
@@ -148,13 +153,13 @@ def store_rows(p, start_row, b, s_tile, N, C: gl.constexpr, COLUMNS: gl.constexp
         layout: gl.constexpr = in_memory(COLUMNS, gl.num_warps())
         store_in(p, start_row, s_tile.load(layout), N, C, COLUMNS, layout)
     else:
-        store_in(p, start_row, b, N, C, COLUMNS, accumulator(COLUMNS, gl.num_warps()))
+        store_in(p, start_row, b, N, C, COLUMNS, accumulator(COLUMNS, gl.num_warps(), b.shape[0]))
 
 
 @gluon.jit
 def store_in(p, start_row, b, N, C: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr):
-    m_n = visible(start_row, N, gl.SliceLayout(1, layout))
-    o_n = gl.arange(0, 16 * gl.num_warps(), gl.SliceLayout(1, layout))
+    m_n = visible(start_row, N, gl.SliceLayout(1, layout), None, b.shape[0])
+    o_n = gl.arange(0, b.shape[0], gl.SliceLayout(1, layout))
     o_c = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
     p = p + gl.to_tensor(start_row).to(gl.int64) * C + (o_n[:, None] * C + o_c[None, :])
     gl.store(p, b, mask=m_n[:, None] & (o_c[None, :] < C))
@@ -194,12 +199,13 @@ def make_unit(s_tile, EPS, UNIT: gl.constexpr, DIM: gl.constexpr, COLUMNS: gl.co
 @gluon.jit
 def unit_backward(b_dx, b_unit, s_factor, EPS, UNIT: gl.constexpr, DIM: gl.constexpr, COLUMNS: gl.constexpr):
     """The gradient of the rows as they were loaded, from that of the unit rows."""
-    b_factor = s_factor.load(by_row(COLUMNS, gl.num_warps()))
+    layout: gl.constexpr = accumulator(COLUMNS, gl.num_warps(), b_dx.shape[0])
+    b_factor = s_factor.load(gl.SliceLayout(1, layout))
     # Rows shorter than the least norm were multiplied by a constant.
     b_along = gl.where(b_factor < gl.rsqrt(gl.to_tensor(DIM * EPS)), gl.sum(b_dx * b_unit, axis=1), 0.0)
     b_dx = (b_dx - b_along[:, None] * b_unit) * b_factor[:, None]
     if UNIT > 1:
-        b_dx = centred(b_dx, DIM, COLUMNS, accumulator(COLUMNS, gl.num_warps()))
+        b_dx = centred(b_dx, DIM, COLUMNS, layout)
     return b_dx
 
 

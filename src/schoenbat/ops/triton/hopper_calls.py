@@ -18,17 +18,17 @@ MOST_TILES = 17
 
 
 def takes_pairs(shape: Shape, plan: Plan, rows: Sequence[Tensor]) -> bool:
-    """Whether a map has identity features and few pairs, as causal kernels want it.
+    """Whether a map has identity features, and about as many pairs as causal kernels have room for.
 
     They go through all positions, whether there are queries, or keys, or both: rows are query, key and value.
     """
+    # Of narrow heads, identity features and pairs are two groups of 64 together.
     pairs = plan.monomials - shape.dim
-    # Of narrow heads, identity features and pairs are two groups of 64.
-    fits = pairs <= 96 if is_narrow(shape) else plan.num_groups == 1
+    fits = pairs <= 96 if is_narrow(shape) else plan.num_groups * plan.group == shape.block_d
     fits = fits and plan.identity and plan.quadratic == 1 and plan.group == 64
     queries, keys = rows[0].shape[-2], rows[1].shape[-2]
     fits = fits and max(queries, keys) <= 2 * min(queries, keys)
-    return fits and _takes(shape, rows, (32, 64))
+    return fits and _takes(shape, rows, (32, 64, 128))
 
 
 def takes_degrees(shape: Shape, plan: Plan, rows: Sequence[Tensor]) -> bool:
@@ -64,6 +64,7 @@ def has_kernels(device: torch.device) -> bool:
         from schoenbat.ops.triton import (  # noqa: F401
             causal_hopper_keys,
             causal_hopper_narrow_keys,
+            causal_hopper_wide_keys,
             degrees_hopper_backward,
         )
     except (ImportError, AttributeError):

@@ -14,10 +14,11 @@ from schoenbat.ops.triton.plan import Plan
 
 _BLOCK = 64
 # About twice as many as there are multiprocessors: of two on one of them, one works while the other waits.
+# Of wide heads a program has eight warps and a multiprocessor for itself.
 _PROGRAMS = 264
 # Every segment adds up the sums of those before it: more than a few are worth it where each has many tiles.
 _FEW_SEGMENTS, _TILES_EACH = 8, 16
-_MODULES = {32: "causal_hopper_narrow", 64: "causal_hopper"}
+_MODULES = {32: "causal_hopper_narrow", 64: "causal_hopper", 128: "causal_hopper_wide"}
 
 
 class Segments(NamedTuple):
@@ -30,10 +31,11 @@ class Segments(NamedTuple):
     num_tiles: int
 
     @classmethod
-    def of(cls, queries: int, keys: int, heads: int) -> "Segments":
+    def of(cls, queries: int, keys: int, heads: int, shape: Shape) -> "Segments":
+        programs = _PROGRAMS // 2 if _is_wide(shape) else _PROGRAMS
         num_tiles = max(1, cdiv(max(queries, keys), _BLOCK))
         most = max(_FEW_SEGMENTS, num_tiles // _TILES_EACH)
-        each = cdiv(num_tiles, max(1, min(num_tiles, most, _PROGRAMS // heads)))
+        each = cdiv(num_tiles, max(1, min(num_tiles, most, programs // heads)))
         return cls(queries, keys, each, cdiv(num_tiles, each), num_tiles)
 
     @property
@@ -72,12 +74,16 @@ class Kernels(NamedTuple):
         return Kernels(outputs.sum_keys, outputs.read, queries.query_backward, *of_keys)
 
 
+def _is_wide(shape: Shape) -> bool:
+    return shape.block_d > 64
+
+
 def _sizes_of_sums(shape: Shape, plan: Plan) -> tuple[int, int]:
     """Of a segment, over keys and over queries: see the kernels."""
     if is_narrow(shape):
         size = 2 * plan.group * (shape.block_v + 1) + shape.block_d + shape.block_v
         return size, size
-    size = (shape.block_d + plan.group) * (shape.block_v + 1) + shape.block_v
+    size = (shape.block_d + plan.num_groups * plan.group) * (shape.block_v + 1) + shape.block_v
     return size, size + shape.block_d
 
 
@@ -86,6 +92,8 @@ def constants(shape: Shape, plan: Plan, heads: int, unit: Unit) -> dict[str, Any
     own = {"GROUPS": shape.groups, "F": plan.group, "num_warps": 4}
     if is_narrow(shape):
         own["PAIRS"] = plan.num_groups
+    if _is_wide(shape):
+        own |= {"F": plan.num_groups * plan.group, "num_warps": 8}
     return widths(shape, plan, heads, unit) | own
 
 
@@ -134,7 +142,7 @@ def attend(
     shape = Shape.of(query, value)
     q, k, v = as_rows(query), as_rows(key), as_rows(value)
     heads = q.shape[0] * q.shape[1]
-    axis = Segments.of(q.shape[-2], k.shape[-2], heads)
+    axis = Segments.of(q.shape[-2], k.shape[-2], heads, shape)
     out = query.new_empty(*query.shape[:-1], shape.value_dim)
     by_row = [q.new_empty(q.shape[:-1], dtype=torch.float32) for _ in range(3)]
     sums = _sums_of_keys(k, v, mask, shape, plan, axis, key_scale, unit)
@@ -166,7 +174,7 @@ def attend_backward(
     if not is_aligned(g):
         g = g.clone(memory_format=torch.contiguous_format)  # it may be contiguous, and begin anywhere
     heads = q.shape[0] * q.shape[1]
-    axis = Segments.of(q.shape[-2], k.shape[-2], heads)
+    axis = Segments.of(q.shape[-2], k.shape[-2], heads, shape)
     shared = constants(shape, plan, q.shape[1], unit)
     kernels = Kernels.of(shape.block_d)
     strides = *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *g.stride()[:3]
