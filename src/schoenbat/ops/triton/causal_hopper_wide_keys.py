@@ -163,9 +163,15 @@ def key_backward(
     m_phiq, m_phik = shared_tile(dtype, BLOCK, F), shared_tile(dtype, BLOCK, F)
     m_weights, m_dscores = shared_tile(dtype, BLOCK, NARROW), shared_tile(dtype, BLOCK, BLOCK)
     m_s1, m_s2 = shared_tile(dtype, D, V), shared_tile(dtype, F, V)
-    s_z1, s_z2, s_ze, s_zm = shared_vector(D), shared_vector(F), shared_vector(V), shared_vector(D)
+    # Vectors before a tile and behind it: in registers they would be spilled.
+    s_z1s, s_z2s, s_zes, s_zms = shared_vectors(D), shared_vectors(F), shared_vectors(V), shared_vectors(D)
     s_factor = shared_vector(BLOCK)
     b_s1, b_s2, b_z1, b_z2, b_ze, b_zm = query_sums_behind(p_sums, i_segment + 1, SEGMENTS, D, F, V)
+    s_z1s.index(0).store(b_z1)
+    s_z2s.index(0).store(b_z2)
+    s_zes.index(0).store(b_ze)
+    s_zms.index(0).store(b_zm)
+    vector: gl.constexpr = by_row(NARROW, WARPS)
     columns: gl.constexpr = by_column(BLOCK, WARPS, BLOCK)
     m_causal = (
         gl.arange(0, BLOCK, by_row(BLOCK, WARPS, BLOCK))[:, None] <= gl.arange(0, BLOCK, columns)[None, :]
@@ -195,12 +201,9 @@ def key_backward(
         s_q, s_k = s_queries.index(here), s_keys.index(here)
         s_inverse, s_constant = s_inverses.index(here), s_constants.index(here)
         s_dtotal, s_dmean = s_dtotals.index(here), s_dmeans.index(here)
+        s_z1, s_z2, s_ze, s_zm = s_z1s.index(here), s_z2s.index(here), s_zes.index(here), s_zms.index(here)
         s_s1.store((b_s1 * (b_linear * (scale * KEY_SCALE))[:, None]).to(dtype))
         s_s2.store(b_s2.to(dtype))
-        s_z1.store(b_z1)
-        s_z2.store(b_z2)
-        s_ze.store(b_ze)
-        s_zm.store(b_zm)
         async_copy.wait_group(0)
         copy_rows(s_queries.index(there), p_query, q_start - BLOCK, stride_qn, N_QUERY, DIM, D)
         copy_rows(s_keys.index(there), p_key, k_start - BLOCK, stride_kn, N_KEY, DIM, D, p_mask)
@@ -226,8 +229,10 @@ def key_backward(
         fence_async_shared()
         s_phiq.store(pairs_of(s_yq, s_left, s_right, s_root, scale, F).to(dtype))
         b_s1, b_1, b_g = warpgroup_mma_wait(0, [b_s1, b_1, b_g])
-        b_z1, b_zm = b_z1 + two_columns(b_1, 0), b_zm + two_columns(b_1, 2)
-        b_ze += two_columns(b_g, 4)
+        b_z1, b_zm, b_ze = s_z1.load(vector), s_zm.load(vector), s_ze.load(vector)
+        s_z1s.index(there).store(b_z1 + two_columns(b_1, 0))
+        s_zms.index(there).store(b_zm + two_columns(b_1, 2))
+        s_zes.index(there).store(b_ze + two_columns(b_g, 4))
         s_phik.store(pairs_of(s_yk, s_left, s_right, s_root, KEY_SCALE, F).to(dtype))
         fence_async_shared()
 
@@ -242,7 +247,7 @@ def key_backward(
         b_linear_scores, b_scores, b_dv, b_s2, b_2 = warpgroup_mma_wait(
             0, [b_linear_scores, b_scores, b_dv, b_s2, b_2]
         )
-        b_z2 += two_columns(b_2, 0)
+        s_z2s.index(there).store(s_z2.load(vector) + two_columns(b_2, 0))
         if is_even:
             b_scores += b_linear_scores * (largest * scale * KEY_SCALE)
         else:
