@@ -22,6 +22,7 @@ from schoenbat.ops.triton.hopper import (
     accumulator,
     add,
     anew,
+    at_head,
     by_column,
     by_row,
     copy_rows,
@@ -29,6 +30,7 @@ from schoenbat.ops.triton.hopper import (
     in_two_columns,
     make_unit,
     operand,
+    place,
     row_sums,
     shared_pair,
     shared_tile,
@@ -141,12 +143,9 @@ def sum_keys(
 ):  # fmt: skip
     """The sums over a segment of keys; of the last one nobody needs them."""
     dtype: gl.constexpr = p_key.dtype.element_ty
-    num_here = SEGMENTS - 1
-    i_segment, i_bh = gl.program_id(0) % num_here, gl.program_id(0) // num_here
-    i_b, i_h = i_bh // HEADS, i_bh % HEADS
-    i_map = 0 if MAPS == 1 else i_h
-    p_key += i_b.to(gl.int64) * stride_kb + i_h.to(gl.int64) * stride_kh
-    p_value += i_b.to(gl.int64) * stride_vb + i_h.to(gl.int64) * stride_vh
+    i_segment, i_bh, i_b, i_h, i_map = place(SEGMENTS - 1, HEADS, 1, MAPS)
+    p_key = at_head(p_key, i_b, i_h, stride_kb, stride_kh)
+    p_value = at_head(p_value, i_b, i_h, stride_vb, stride_vh)
     if p_mask is not None:
         p_mask += i_b.to(gl.int64) * N_KEY
     m_left, m_right, s_root = shared_map(p_tiles, p_root, i_map, dtype, D, F)
@@ -240,12 +239,10 @@ def read(
 ):  # fmt: skip
     """The outputs of a segment of queries, and by row 1/f, e and the slope of the floor."""
     dtype: gl.constexpr = p_query.dtype.element_ty
-    i_segment, i_bh = gl.program_id(0) % SEGMENTS, gl.program_id(0) // SEGMENTS
-    i_b, i_h = i_bh // HEADS, i_bh % HEADS
-    i_map = 0 if MAPS == 1 else i_h // GROUPS
-    p_query += i_b.to(gl.int64) * stride_qb + i_h.to(gl.int64) * stride_qh
-    p_key += i_b.to(gl.int64) * stride_kb + (i_h // GROUPS).to(gl.int64) * stride_kh
-    p_value += i_b.to(gl.int64) * stride_vb + (i_h // GROUPS).to(gl.int64) * stride_vh
+    i_segment, i_bh, i_b, i_h, i_map = place(SEGMENTS, HEADS, GROUPS, MAPS)
+    p_query = at_head(p_query, i_b, i_h, stride_qb, stride_qh)
+    p_key = at_head(p_key, i_b, i_h // GROUPS, stride_kb, stride_kh)
+    p_value = at_head(p_value, i_b, i_h // GROUPS, stride_vb, stride_vh)
     if p_mask is not None:
         p_mask += i_b.to(gl.int64) * N_KEY
     p_sums += (i_bh // GROUPS).to(gl.int64) * SEGMENTS * size_of_sums(D, F, V)

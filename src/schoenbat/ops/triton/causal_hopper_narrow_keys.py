@@ -33,6 +33,7 @@ from schoenbat.ops.triton.hopper import (
     accumulator,
     add,
     anew,
+    at_head,
     by_column,
     by_row,
     copy_numbers,
@@ -40,6 +41,7 @@ from schoenbat.ops.triton.hopper import (
     in_two_columns,
     make_unit,
     operand,
+    place,
     row_sums,
     shared_pair,
     shared_tile,
@@ -78,12 +80,10 @@ def sum_queries(
 ):  # fmt: skip
     """The sums over a segment of queries; of the first one nobody needs them."""
     dtype: gl.constexpr = p_query.dtype.element_ty
-    num_segments = SEGMENTS - 1
-    i_segment, i_bh = 1 + gl.program_id(0) % num_segments, gl.program_id(0) // num_segments
-    i_b, i_h = i_bh // HEADS, i_bh % HEADS
-    i_map = 0 if MAPS == 1 else i_h // GROUPS
-    p_query += i_b.to(gl.int64) * stride_qb + i_h.to(gl.int64) * stride_qh
-    p_grad += i_b.to(gl.int64) * stride_gb + i_h.to(gl.int64) * stride_gh
+    i_segment, i_bh, i_b, i_h, i_map = place(SEGMENTS - 1, HEADS, GROUPS, MAPS)
+    i_segment += 1
+    p_query = at_head(p_query, i_b, i_h, stride_qb, stride_qh)
+    p_grad = at_head(p_grad, i_b, i_h, stride_gb, stride_gh)
     i_row = i_bh.to(gl.int64) * N_QUERY
     p_inverse, p_constant = p_inverse + i_row, p_constant + i_row
     p_dtotal, p_dmean = p_dtotal + i_row, p_dmean + i_row
@@ -149,13 +149,11 @@ def key_backward(
     Scores are [keys, queries] here, so that they are operands as they are.
     """
     dtype: gl.constexpr = p_query.dtype.element_ty
-    i_segment, i_bh = gl.program_id(0) % SEGMENTS, gl.program_id(0) // SEGMENTS
-    i_b, i_h = i_bh // HEADS, i_bh % HEADS
-    i_map = 0 if MAPS == 1 else i_h // GROUPS
-    p_query += i_b.to(gl.int64) * stride_qb + i_h.to(gl.int64) * stride_qh
-    p_grad += i_b.to(gl.int64) * stride_gb + i_h.to(gl.int64) * stride_gh
-    p_key += i_b.to(gl.int64) * stride_kb + (i_h // GROUPS).to(gl.int64) * stride_kh
-    p_value += i_b.to(gl.int64) * stride_vb + (i_h // GROUPS).to(gl.int64) * stride_vh
+    i_segment, i_bh, i_b, i_h, i_map = place(SEGMENTS, HEADS, GROUPS, MAPS)
+    p_query = at_head(p_query, i_b, i_h, stride_qb, stride_qh)
+    p_grad = at_head(p_grad, i_b, i_h, stride_gb, stride_gh)
+    p_key = at_head(p_key, i_b, i_h // GROUPS, stride_kb, stride_kh)
+    p_value = at_head(p_value, i_b, i_h // GROUPS, stride_vb, stride_vh)
     if p_mask is not None:
         p_mask += i_b.to(gl.int64) * N_KEY
     p_sums += i_bh.to(gl.int64) * SEGMENTS * size_of_sums(D, F, V)

@@ -22,6 +22,7 @@ from schoenbat.ops.triton.hopper import (
     accumulator,
     add,
     anew,
+    at_head,
     by_column,
     by_row,
     copy_numbers,
@@ -31,6 +32,7 @@ from schoenbat.ops.triton.hopper import (
     in_two_columns,
     make_unit,
     operand,
+    place,
     row_sums,
     shared_pair,
     shared_tile,
@@ -257,11 +259,9 @@ def read(
 ):  # fmt: skip
     """Some tiles of outputs: ``v̄ + numerator / max(total, floor)``."""
     dtype: gl.constexpr = p_query.dtype.element_ty
-    i_split, i_bh = gl.program_id(0) % SPLITS, gl.program_id(0) // SPLITS
-    i_b, i_h = i_bh // HEADS, i_bh % HEADS
-    i_map = 0 if MAPS == 1 else i_h // GROUPS
+    i_split, i_bh, i_b, i_h, i_map = place(SPLITS, HEADS, GROUPS, MAPS)
     i_state = (i_bh // GROUPS).to(gl.int64)
-    p_query += i_b.to(gl.int64) * stride_qb + i_h.to(gl.int64) * stride_qh
+    p_query = at_head(p_query, i_b, i_h, stride_qb, stride_qh)
     p_out += i_bh.to(gl.int64) * N * DV
     scale = gl.load(p_scale + i_h)
     constant, zeroth = gl.load(p_coefficients + 3 * i_map), gl.load(p_coefficients + 3 * i_map + 1)
@@ -350,11 +350,9 @@ def summarize(
 ):  # fmt: skip
     """Partial sums over TILES tiles, of queries where there is a p_row_scale, else of keys."""
     dtype: gl.constexpr = p_x.dtype.element_ty
-    i_split, i_bh = gl.program_id(0) % SPLITS, gl.program_id(0) // SPLITS
-    i_b, i_h = i_bh // HEADS, i_bh % HEADS
-    i_map = 0 if MAPS == 1 else i_h // GROUPS
-    p_x += i_b.to(gl.int64) * stride_xb + i_h.to(gl.int64) * stride_xh
-    p_rows += i_b.to(gl.int64) * stride_rb + i_h.to(gl.int64) * stride_rh
+    i_split, i_bh, i_b, i_h, i_map = place(SPLITS, HEADS, GROUPS, MAPS)
+    p_x = at_head(p_x, i_b, i_h, stride_xb, stride_xh)
+    p_rows = at_head(p_rows, i_b, i_h, stride_rb, stride_rh)
     if p_mask is not None:
         p_mask += i_b.to(gl.int64) * N
     scale = KEY_SCALE

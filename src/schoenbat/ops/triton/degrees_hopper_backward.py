@@ -35,6 +35,7 @@ from schoenbat.ops.triton.hopper import (
     accumulator,
     add,
     anew,
+    at_head,
     by_column,
     by_row,
     copy_rows,
@@ -42,6 +43,7 @@ from schoenbat.ops.triton.hopper import (
     in_memory,
     make_unit,
     operand,
+    place,
     row_sums,
     shared_pair,
     shared_tile,
@@ -155,12 +157,10 @@ def read_backward(
 ):  # fmt: skip
     """Some tiles of query gradients; also 1/f and the gradients of denominator and mean logit by row, that of the scale."""
     dtype: gl.constexpr = p_query.dtype.element_ty
-    i_split, i_bh = gl.program_id(0) % SPLITS, gl.program_id(0) // SPLITS
-    i_b, i_h = i_bh // HEADS, i_bh % HEADS
-    i_map = 0 if MAPS == 1 else i_h // GROUPS
+    i_split, i_bh, i_b, i_h, i_map = place(SPLITS, HEADS, GROUPS, MAPS)
     i_state, i_row = (i_bh // GROUPS).to(gl.int64), i_bh.to(gl.int64) * N
-    p_query += i_b.to(gl.int64) * stride_qb + i_h.to(gl.int64) * stride_qh
-    p_grad += i_b.to(gl.int64) * stride_gb + i_h.to(gl.int64) * stride_gh
+    p_query = at_head(p_query, i_b, i_h, stride_qb, stride_qh)
+    p_grad = at_head(p_grad, i_b, i_h, stride_gb, stride_gh)
     p_inverse, p_dtotal, p_dmean, p_dquery = (
         p_inverse + i_row,
         p_dtotal + i_row,
@@ -272,12 +272,10 @@ def key_backward(
 ):  # fmt: skip
     """Some tiles of key and value gradients, from those of the sums; what all get is in `p_dkey_mean`, `p_to_mean`."""
     dtype: gl.constexpr = p_key.dtype.element_ty
-    i_split, i_bh = gl.program_id(0) % SPLITS, gl.program_id(0) // SPLITS
-    i_b, i_h = i_bh // HEADS, i_bh % HEADS
-    i_map = 0 if MAPS == 1 else i_h
+    i_split, i_bh, i_b, i_h, i_map = place(SPLITS, HEADS, 1, MAPS)
     i_state = i_bh.to(gl.int64)
-    p_key += i_b.to(gl.int64) * stride_kb + i_h.to(gl.int64) * stride_kh
-    p_value += i_b.to(gl.int64) * stride_vb + i_h.to(gl.int64) * stride_vh
+    p_key = at_head(p_key, i_b, i_h, stride_kb, stride_kh)
+    p_value = at_head(p_value, i_b, i_h, stride_vb, stride_vh)
     p_dkey, p_dvalue = p_dkey + i_state * N * DIM, p_dvalue + i_state * N * DV
     if p_mask is not None:
         p_mask += i_b.to(gl.int64) * N

@@ -107,6 +107,20 @@ def anew(number):
 
 
 @gluon.jit
+def place(number, HEADS: gl.constexpr, GROUPS: gl.constexpr, MAPS: gl.constexpr):
+    """Where a program works, of which each head has so many: its part, sequence and head in one, both, and the map."""
+    i_part, i_bh = gl.program_id(0) % number, gl.program_id(0) // number
+    i_b, i_h = i_bh // HEADS, i_bh % HEADS
+    return i_part, i_bh, i_b, i_h, (0 if MAPS == 1 else i_h // GROUPS)
+
+
+@gluon.jit
+def at_head(p, i_b, i_h, stride_b, stride_h):
+    """The first row of a head."""
+    return p + (i_b.to(gl.int64) * stride_b + i_h.to(gl.int64) * stride_h)
+
+
+@gluon.jit
 def visible(start_row, N, layout: gl.constexpr, p_mask=None, ROWS: gl.constexpr = None):
     """Which rows of a tile exist and take part; a tile may begin before the first row."""
     o_n = start_row + gl.arange(0, 16 * gl.num_warps() if ROWS is None else ROWS, layout)
