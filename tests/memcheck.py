@@ -32,26 +32,28 @@ from schoenbat.ops.triton import launch
 
 TOOL = "compute-sanitizer"
 CONSTRUCTIONS = ("exact-low", "unbiased", "paper")
+# Channels of queries and keys, of values, and features: what has kernels of its own on Hopper, and what has not.
+SIZES = ((64, 64, 128), (32, 24, 64), (32, 32, 128), (128, 128, 256))
 FINISHED = "all calls ran"
 MOST_LINES = 40
 
 
 def calls(construction: str) -> Iterator[str]:
     """Name every call, then run it."""
-    for head_dim, value_dim in ((64, 64), (32, 24), (128, 128)):
+    for head_dim, value_dim, num_features in SIZES:
         options = {"construction": construction, "scale": 2.0, "seed": 0, "device": "cuda"}
-        features = MaclaurinFeatures(head_dim, 2 * head_dim, **options)
+        features = MaclaurinFeatures(head_dim, num_features, **options)
         for is_causal, width in itertools.product((False, True), (None, 20)):
             window = "" if width is None else f", window of ±{width}"
-            yield f"{construction}, d = {head_dim}, {'causal' if is_causal else 'bidirectional'}{window}"
+            yield f"{construction}, d = {head_dim}, {value_dim}, {'causal' if is_causal else 'bidirectional'}{window}"
             attend(features, value_dim, is_causal, width)
-        yield f"{construction}, d = {head_dim}, decoding"
+        yield f"{construction}, d = {head_dim}, {value_dim}, decoding"
         decode(features, value_dim)
-        yield f"{construction}, d = {head_dim}, a prompt onto a state"
+        yield f"{construction}, d = {head_dim}, {value_dim}, a prompt onto a state"
         go_on(features, value_dim)
-        trained = MaclaurinFeatures(head_dim, 2 * head_dim, trainable=True, **options)
+        trained = MaclaurinFeatures(head_dim, num_features, trainable=True, **options)
         for is_causal in (False, True):
-            yield f"{construction}, d = {head_dim}, {'causal' if is_causal else 'bidirectional'}, trained"
+            yield f"{construction}, d = {head_dim}, {value_dim}, {'causal' if is_causal else 'bidirectional'}, trained"
             attend(trained, value_dim, is_causal, None)
 
 
