@@ -28,11 +28,11 @@ from schoenbat import (
     rmfa_window,
     rmfa_window_step,
 )
-from schoenbat.ops.triton import launch
+from schoenbat.ops.triton import launch, launch_degrees, launch_hopper
 
 TOOL = "compute-sanitizer"
 CONSTRUCTIONS = ("exact-low", "unbiased", "paper")
-# Channels of queries and keys, of values, and features: what has kernels of its own on Hopper, and what has not.
+# Channels of queries and keys, of values, and features; all but the second have their own kernels on Hopper.
 SIZES = ((64, 64, 128), (32, 24, 64), (32, 32, 128), (128, 128, 256))
 FINISHED = "all calls ran"
 MOST_LINES = 40
@@ -43,17 +43,18 @@ def calls(construction: str) -> Iterator[str]:
     for head_dim, value_dim, num_features in SIZES:
         options = {"construction": construction, "scale": 2.0, "seed": 0, "device": "cuda"}
         features = MaclaurinFeatures(head_dim, num_features, **options)
+        name = f"{construction}, d = {head_dim}, {value_dim}"
         for is_causal, width in itertools.product((False, True), (None, 20)):
             window = "" if width is None else f", window of ±{width}"
-            yield f"{construction}, d = {head_dim}, {value_dim}, {'causal' if is_causal else 'bidirectional'}{window}"
+            yield f"{name}, {'causal' if is_causal else 'bidirectional'}{window}"
             attend(features, value_dim, is_causal, width)
-        yield f"{construction}, d = {head_dim}, {value_dim}, decoding"
+        yield f"{name}, decoding"
         decode(features, value_dim)
-        yield f"{construction}, d = {head_dim}, {value_dim}, a prompt onto a state"
+        yield f"{name}, a prompt onto a state"
         go_on(features, value_dim)
         trained = MaclaurinFeatures(head_dim, num_features, trainable=True, **options)
         for is_causal in (False, True):
-            yield f"{construction}, d = {head_dim}, {value_dim}, {'causal' if is_causal else 'bidirectional'}, trained"
+            yield f"{name}, {'causal' if is_causal else 'bidirectional'}, trained"
             attend(trained, value_dim, is_causal, None)
 
 
@@ -121,7 +122,8 @@ def check_construction(construction: str) -> str | None:
 def main() -> None:
     report = sys.argv[1] if len(sys.argv) > 1 else "out/memcheck.xml"
     if report in CONSTRUCTIONS:
-        launch._PROGRAMS = 2  # so that programs have several tiles, as in long sequences
+        # So few that each has several tiles, as in long sequences.
+        launch._PROGRAMS, launch_degrees._PROGRAMS, launch_hopper._PROGRAMS = 2, 2, 4
         for name in calls(report):
             print(name, flush=True)
         print(FINISHED)
