@@ -236,7 +236,6 @@ def read(
     b_s1, b_s2 = tiles_of_sums(p_sums, 0, i_segment, D, V)
     b_z1, b_z2, b_zk, b_zv = vectors_of_sums(p_sums, 0, i_segment, D, V)
     o_q, o_k = gl.arange(0, ROWS, by_row(ROWS, WARPS)), gl.arange(0, ROWS, by_column(ROWS, WARPS))
-    m_causal = o_q[:, None] >= o_k[None, :]
 
     first = i_segment * TILES
     num_here = gl.minimum(TILES, NUM_TILES - first)
@@ -248,6 +247,7 @@ def read(
     for i in range(num_here):
         zero = anew(0)
         s_q, s_k, s_v, s_ones = m_q.index(zero), m_k.index(zero), m_v.index(zero), m_ones.index(zero)
+        m_causal = o_q[:, None] >= (o_k + zero)[None, :]
         i_tile = first + i
         q_start, k_start = i_tile * ROWS - FIRST_QUERY, i_tile * ROWS - FIRST_KEY
         s_sums.index(zero).store(b_s1.to(dtype))

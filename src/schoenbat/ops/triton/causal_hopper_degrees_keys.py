@@ -20,10 +20,9 @@ from schoenbat.ops.triton.causal_hopper_degrees import (
     both_features,
     store_sums,
     tiles_of_sums,
-    weighted,
 )
 from schoenbat.ops.triton.causal_hopper_degrees_queries import (
-    products_of_both,
+    features_of_both,
     shared_vectors_of_sums,
     through_both,
 )
@@ -184,7 +183,6 @@ def key_backward(
     b_s1, b_s2 = tiles_of_sums(p_sums, i_segment + 1, SEGMENTS, D, V)
     s_z, s_zm, s_ze = shared_vectors_of_sums(p_sums, i_segment + 1, SEGMENTS, D, V)
     o_k, o_q = gl.arange(0, ROWS, by_row(ROWS, WARPS)), gl.arange(0, ROWS, by_column(ROWS, WARPS))
-    m_causal = o_k[:, None] <= o_q[None, :]
 
     first = i_segment * TILES
     num_here = gl.minimum(TILES, NUM_TILES - first)
@@ -204,6 +202,7 @@ def key_backward(
         zero = anew(0)
         s_q, s_k, s_v, s_g = m_q.index(zero), m_k.index(zero), m_v.index(zero), m_g.index(zero)
         s_narrow = m_narrow.index(zero)
+        m_causal = o_k[:, None] <= (o_q + zero)[None, :]
         q_start, k_start = (last - i) * ROWS - FIRST_QUERY, (last - i) * ROWS - FIRST_KEY
         s_sums.index(zero).store(b_s1.to(dtype))
         s_sums.index(zero + 1).store(b_s2.to(dtype))
@@ -216,11 +215,9 @@ def key_backward(
         async_copy.wait_group(0)
         make_unit(s_k, EPS, UNIT, DIM, D, s_factor)
         fence_async_shared()
-        b_one, b_two = products_of_both(s_k, s_tiles, s_added, of_first, of_second)
+        b_phi1, b_phi2 = features_of_both(s_k, s_tiles, s_added, s_weights, KEY_SCALE, of_first, of_second)
 
         # Values first.
-        b_phi1 = weighted(b_one, s_weights.index(0), KEY_SCALE, dtype)
-        b_phi2 = weighted(b_two, s_weights.index(1), KEY_SCALE, dtype)
         s_phi1, s_phi2 = s_phi.index(zero).permute((1, 0)), s_phi.index(zero + 1).permute((1, 0))
         b_scores = start(gl.convert_layout(b_phi1, operand(ROWS, WARPS)), s_phi1, ROWS, ROWS)
         b_scores = add(gl.convert_layout(b_phi2, operand(ROWS, WARPS)), s_phi2, b_scores)
@@ -246,12 +243,12 @@ def key_backward(
         b_grad = add(s_v, s_sums.index(zero).permute((1, 0)), b_grad)
         b_grad = add(gl.convert_layout(b_dscores, operand(GROUP, WARPS)), s_phi.index(zero), b_grad)
         b_grad = warpgroup_mma_wait(0, [b_grad])
-        b_one *= b_grad * s_weights.index(0).load(by_column(GROUP, WARPS))[None, :]
+        b_one = b_grad * b_phi1.to(gl.float32)
         b_grad = b_zeros + s_z.index(zero + 1).load(by_column(GROUP, WARPS))[None, :]
         b_grad = add(s_v, s_sums.index(zero + 1).permute((1, 0)), b_grad)
         b_grad = add(gl.convert_layout(b_dscores, operand(GROUP, WARPS)), s_phi.index(zero + 1), b_grad)
         b_grad = warpgroup_mma_wait(0, [b_grad])
-        b_two *= b_grad * s_weights.index(1).load(by_column(GROUP, WARPS))[None, :]
+        b_two = b_grad * b_phi2.to(gl.float32)
 
         b_s1, b_s2, b_1, b_2 = add_features(
             b_s1, b_s2, zeros(NARROW), zeros(NARROW), s_phi, s_g, s_narrow, zero
@@ -266,7 +263,7 @@ def key_backward(
             b_mean = gl.where(m_causal, b_dmean[None, :], 0.0).to(dtype)
             b_rare = start(gl.convert_layout(b_mean, operand(D, WARPS)), s_q, ROWS, D)
             b_rare = warpgroup_mma_wait(0, [b_rare])
-            s_phi.index(zero).store((b_rare * scale).to(dtype))
+            s_phi.index(zero).store((b_rare * (scale * KEY_SCALE)).to(dtype))
         s_behind.store(s_zm.load(by_row(NARROW, WARPS)))
         add_two_columns(s_z.index(zero), b_1, 0)
         add_two_columns(s_z.index(zero + 1), b_2, 0)
@@ -281,10 +278,9 @@ def key_backward(
         copy_numbers(s_dmean, p_dmean, q_start - ROWS, N_QUERY)
         async_copy.commit_group()
         b_dx = through_both(b_one, b_two, s_k, s_tiles, s_added, of_first, of_second, D)
-        b_dx += (s_behind.load(by_column(D, WARPS)) * scale)[None, :]
+        b_dx += (s_behind.load(by_column(D, WARPS)) * (scale * KEY_SCALE))[None, :]
         if is_floored:
             b_dx += s_phi.index(zero).load(accumulator(D, WARPS)).to(gl.float32)
-        b_dx *= KEY_SCALE
         if UNIT > 0:
             b_k = s_k.load(accumulator(D, WARPS)).to(gl.float32)
             b_dx = unit_backward(b_dx, b_k, s_factor, EPS, UNIT, DIM, D)

@@ -1,7 +1,6 @@
 """Gradients of queries of causal attention by maps of many degrees on Hopper, as `causal_hopper_degrees.read` goes.
 
-Products of the queries' projections are formed before their gradients, which are multiplied by them; then all levels again, to divide
-by. Gradients are those of the scaled rows and multiplied by the scale last. Names are those of `hopper`.
+Features of the queries are formed before their gradients, which are multiplied by them; then all levels again, to divide by. Gradients are those of the scaled rows and multiplied by the scale last. Names are those of `hopper`.
 """
 
 from triton.experimental import gluon
@@ -21,6 +20,7 @@ from schoenbat.ops.triton.causal_hopper_degrees import (
     shared_ones,
     tiles_of_sums,
     vectors_of_sums,
+    weighted,
 )
 from schoenbat.ops.triton.causal_hopper_narrow import size_of_sums, two_vectors
 from schoenbat.ops.triton.degrees_hopper import (
@@ -30,13 +30,16 @@ from schoenbat.ops.triton.degrees_hopper import (
     column,
     flat,
     packing,
+    products,
     shared_added,
     shared_map,
     shared_weights,
+    times_last,
+    times_packed,
     two_levels,
     zeros,
 )
-from schoenbat.ops.triton.degrees_hopper_backward import both_backward, both_products
+from schoenbat.ops.triton.degrees_hopper_backward import both_backward
 from schoenbat.ops.triton.hopper import (
     NARROW,
     accumulator,
@@ -82,15 +85,21 @@ def weigh_gradient(s_g, b_out, s_inverse, V: gl.constexpr):
 
 
 @gluon.jit
-def products_of_both(s_x, s_tiles, s_added, of_first, of_second):
-    """The products of both groups, which are divided again."""
-    b_one, b_two, _, _ = both_products(s_x, s_tiles, s_added, of_first[0], of_second[0], of_second[1])
-    return b_one, b_two
+def features_of_both(s_x, s_tiles, s_added, s_weights, scale, of_first, of_second):
+    """The features of both groups in registers, of 16 bits; products that are divided again are formed without `full`."""
+    dtype: gl.constexpr = s_x.dtype
+    middle, narrow, _ = of_second
+    b_two = products(s_x, s_tiles, s_added.index(1), middle, narrow)
+    b_first, b_second = two_levels(s_x, s_tiles, s_added.index(1), anew(narrow), narrow - middle)
+    b_two, b_last = times_packed(b_two, b_first, b_second)
+    b_two = weighted(b_two, s_weights.index(1), scale, dtype)
+    b_one = times_last(products(s_x, s_tiles, s_added.index(0), 0, of_first[0]), b_last)
+    return weighted(b_one, s_weights.index(0), scale, dtype), b_two
 
 
 @gluon.jit
 def through_both(b_one, b_two, s_x, s_tiles, s_added, of_first, of_second, D: gl.constexpr):
-    """The gradient of scaled rows; of both groups the gradients of their products, times these."""
+    """The gradient of rows; of both groups the gradients of their products, times these."""
     short, middle, narrow = of_first[0], of_second[0], of_second[1]
     b_first, b_second = two_levels(s_x, s_tiles, s_added.index(1), anew(narrow), narrow - middle)
     b_dx = gl.zeros([ROWS, D], gl.float32, accumulator(D, WARPS))
@@ -161,7 +170,6 @@ def query_backward(
     b_s1, b_s2 = tiles_of_sums(p_sums, 0, i_segment, D, V)
     s_z, s_zk, s_zv = shared_vectors_of_sums(p_sums, 0, i_segment, D, V)
     o_q, o_k = gl.arange(0, ROWS, by_row(ROWS, WARPS)), gl.arange(0, ROWS, by_column(ROWS, WARPS))
-    m_causal = o_q[:, None] >= o_k[None, :]
     b_dscale = gl.zeros([ROWS], gl.float32, by_row(D, WARPS))
 
     first = i_segment * TILES
@@ -179,6 +187,7 @@ def query_backward(
     for i in range(num_here):
         zero = anew(0)
         s_q, s_k, s_v, s_g = m_q.index(zero), m_k.index(zero), m_v.index(zero), m_g.index(zero)
+        m_causal = o_q[:, None] >= (o_k + zero)[None, :]
         i_tile = first + i
         q_start, k_start = i_tile * ROWS - FIRST_QUERY, i_tile * ROWS - FIRST_KEY
         b_out = load_rows(p_out, q_start, N_QUERY, DV, V)
@@ -194,7 +203,8 @@ def query_backward(
         async_copy.wait_group(0)
         make_unit(s_q, EPS, UNIT, DIM, D, s_factor)
         fence_async_shared()
-        b_one, b_two = products_of_both(s_q, s_tiles, s_added, of_first, of_second)
+        # Without the last scale: see below.
+        b_phi1, b_phi2 = features_of_both(s_q, s_tiles, s_added, s_query_weights, 1.0, of_first, of_second)
 
         # ⟨grad, value⟩ for all pairs; its sums are ⟨grad, mean value⟩.
         b_dots = start(s_g, s_v.permute((1, 0)), ROWS, ROWS)
@@ -218,12 +228,12 @@ def query_backward(
         b_grad = add(s_g, s_sums.index(zero).permute((1, 0)), b_grad)
         b_grad = add(gl.convert_layout(b_dscores, operand(GROUP, WARPS)), s_phi.index(zero), b_grad)
         b_grad = warpgroup_mma_wait(0, [b_grad])
-        b_one *= b_grad * s_query_weights.index(0).load(by_column(GROUP, WARPS))[None, :]
+        b_one = b_grad * b_phi1.to(gl.float32)
         b_grad = b_dtotal[:, None] * s_z.index(zero + 1).load(by_column(GROUP, WARPS))[None, :]
         b_grad = add(s_g, s_sums.index(zero + 1).permute((1, 0)), b_grad)
         b_grad = add(gl.convert_layout(b_dscores, operand(GROUP, WARPS)), s_phi.index(zero + 1), b_grad)
         b_grad = warpgroup_mma_wait(0, [b_grad])
-        b_two *= b_grad * s_query_weights.index(1).load(by_column(GROUP, WARPS))[None, :]
+        b_two = b_grad * b_phi2.to(gl.float32)
 
         s_ones = m_ones.index(zero)
         b_s1, b_s2, b_1, b_2 = add_features(
