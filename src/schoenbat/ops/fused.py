@@ -119,7 +119,7 @@ def attend_causal(
     from schoenbat.ops.triton import library
     from schoenbat.ops.triton.launch_causal import keys_seen
 
-    plan, trained, flags = lay_out(query, feature_map, query.dtype)
+    plan, trained, flags = lay_out_causal(query, key, value, feature_map, before)
     small = plan, trained, feature_map.coefficients, query_scale, flags, feature_map.key_scale
     unit, seen = as_unit(unit_rows), keys_seen(mask, query.shape[-2])
     sums, count = ([], None) if before is None else (list(before.sums), before.seen)
@@ -154,6 +154,21 @@ def lay_out(
     with torch.no_grad():  # gradients go to what is trained, not through the plan
         planned = plan.plan_for(*both, dtype, block_d, *form)
     return planned.tensors, trained, planned.flags
+
+
+def lay_out_causal(
+    query: Tensor, key: Tensor, value: Tensor, feature_map: FeatureMap, before: Before | None
+) -> tuple[list[Tensor], list[Tensor], list[int]]:
+    """The same in wide groups where the call has causal kernels for them, which know no state and no trained map."""
+    from schoenbat.ops.triton import hopper_calls, plan
+
+    may_be_wide = before is None and not _is_trained(feature_map)
+    if may_be_wide and hopper_calls.may_take_causal_degrees(query, key, value):
+        with torch.no_grad():
+            planned = plan.plan_for(feature_map.blocks, feature_map.weight, query.dtype, 64, wide=True)
+        if hopper_calls.takes_causal_degrees(planned):
+            return planned.tensors, [], planned.flags
+    return lay_out(query, feature_map, query.dtype)
 
 
 def step(

@@ -156,7 +156,11 @@ def shape_of(width, dtype):
     return Shape(4, 8, 1, width, value_dim, padded(width), padded(value_dim), dtype)
 
 
-HOPPER_CAUSAL = [kernel for width in (32, 64, 128) for kernel in launch_hopper.Kernels.of(width)]
+HOPPER_CAUSAL = [
+    kernel
+    for name in ("causal_hopper_narrow", "causal_hopper", "causal_hopper_wide", "causal_hopper_degrees")
+    for kernel in launch_hopper.Kernels.named(name)
+]
 
 
 def plan_of(shape, quadratic, num_features, *, bidirectional=False):
@@ -238,12 +242,12 @@ def causal_cases(shape, plan):
         yield causal_keys.key_backward, shape, plan, causal_tiles_of_keys(tiles, plan), near
 
 
-def hopper_causal_cases(width, num_features, own):
+def hopper_causal_cases(width, num_features, own, *, quadratic=True):
     shape = shape_of(width, torch.bfloat16)
-    plan = plan_of(shape, True, num_features)
+    plan = plan_of(shape, quadratic, num_features, bidirectional=not quadratic)
     constants = launch_hopper.constants(shape, plan, 8, Unit()) | own
     tiles = Tiles(64, constants.pop("num_warps"), 1)
-    for kernel in launch_hopper.Kernels.of(width):
+    for kernel in launch_hopper.Kernels.of(shape, plan):
         yield kernel, shape, plan, tiles, constants
 
 
@@ -254,6 +258,7 @@ def hopper_cases():
     for own in ({"p_mask": None, "p_count": None}, most | {"DIM": 48}):
         yield from hopper_causal_cases(32, 128, own | ({"DIM": 32} if "DIM" in own else {}))
         yield from hopper_causal_cases(64, 128, own)
+        yield from hopper_causal_cases(64, 128, own, quadratic=False)
         yield from hopper_causal_cases(128, 256, own | ({"DIM": 112} if "DIM" in own else {}))
         plan = plan_of(shape, False, 128, bidirectional=True)
         constants = launch_degrees.constants(shape, plan, 8, Unit(), 1) | own

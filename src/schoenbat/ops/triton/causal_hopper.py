@@ -181,9 +181,9 @@ def sum_keys(
 
 
 @gluon.jit
-def keys_seen(p_count, i_b, i_tile, N, FIRST_KEY, layout: gl.constexpr):
+def keys_seen(p_count, i_b, i_tile, N, FIRST_KEY, layout: gl.constexpr, ROWS: gl.constexpr = BLOCK):
     """How many keys each row of a tile sees; with a mask they were counted."""
-    o_n = i_tile * BLOCK + gl.arange(0, BLOCK, layout)
+    o_n = i_tile * ROWS + gl.arange(0, ROWS, layout)
     if p_count is not None:
         b_count = gl.load(p_count + i_b.to(gl.int64) * N + o_n, mask=o_n < N, other=0)
     else:

@@ -74,15 +74,15 @@ def shared_map(p_tiles, p_first, NUM_TILES, dtype: gl.constexpr, D: gl.constexpr
 
 @gluon.jit
 def shared_features(p_root, p_degrees, p_first, scale, dtype: gl.constexpr):
-    """Of each group the weights of its features, ``√w scale^(degree − 1)``, and what is added to its projections.
+    """Of each group the weights of its features, and what is added to its projections."""
+    return shared_weights(p_root, p_degrees, p_first, scale), shared_added(p_degrees, p_first, dtype)
 
-    What is added is a row for each tile: 1 for features that have no factor there, whose directions are zeros. To all
-    others almost nothing, so that no factor is zero: products can be divided by each of them.
-    """
-    layout: gl.constexpr = in_memory(GROUP, WARPS)
+
+@gluon.jit
+def shared_weights(p_root, p_degrees, p_first, scale):
+    """Of each group ``√w scale^(degree − 1)``."""
     vectors: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     s_weights = gl.allocate_shared_memory(gl.float32, [2, GROUP], vectors)
-    s_added = shared_tiles(dtype, 2, NARROW, GROUP)
     middle, last = gl.load(p_first + 1), gl.load(p_first + 2)
     for i in gl.static_range(2):
         o_f = i * GROUP + gl.arange(0, GROUP, by_column(GROUP, WARPS))
@@ -90,15 +90,27 @@ def shared_features(p_root, p_degrees, p_first, scale, dtype: gl.constexpr):
         for level in range(1, middle if i == 0 else last - middle):
             b_weight = gl.where(b_degree > level, b_weight * scale, b_weight)
         s_weights.index(i).store(b_weight)
+    return s_weights
+
+
+@gluon.jit
+def shared_added(p_degrees, p_first, dtype: gl.constexpr):
+    """A row for each tile of a group: 1 for features that have no factor there, whose directions are zeros.
+
+    To all others almost nothing is added, so that no factor is zero: products can be divided by each of them.
+    """
+    layout: gl.constexpr = in_memory(GROUP, WARPS)
+    s_added = shared_tiles(dtype, 2, NARROW, GROUP)
+    for i in gl.static_range(2):
         o_level = gl.arange(0, NARROW, gl.SliceLayout(1, layout))[:, None]
         o_f = i * GROUP + gl.arange(0, GROUP, gl.SliceLayout(0, layout))[None, :]
         if i == 1:
             o_level, o_f = packed_places(
-                o_level, o_f - GROUP, gl.load(p_first + 3) - middle, gl.load(p_first + 4)
+                o_level, o_f - GROUP, gl.load(p_first + 3) - gl.load(p_first + 1), gl.load(p_first + 4)
             )
         b_added = gl.where(gl.load(p_degrees + o_f) > o_level, TINY, 1.0)
         s_added.index(i).store(b_added.to(dtype))
-    return s_weights, s_added
+    return s_added
 
 
 @gluon.jit

@@ -8,13 +8,15 @@ import torch
 from torch import Tensor
 
 from schoenbat.ops.triton.call import Shape, Unit
-from schoenbat.ops.triton.plan import Plan
+from schoenbat.ops.triton.plan import Plan, padded
 
 # Copies of 16 bytes want rows that begin at multiples of it; Triton knows of multiples of 16 numbers alone.
 _ALIGNED = 16
 # Tiles of directions that shared memory has room for beside rows and sums. Each group has one, so that
 # none has more than 16.
 MOST_TILES = 17
+# Causal kernels have sums, scores and both sides of them.
+MOST_CAUSAL_TILES = 12
 
 
 def takes_pairs(shape: Shape, plan: Plan, rows: Sequence[Tensor]) -> bool:
@@ -26,9 +28,33 @@ def takes_pairs(shape: Shape, plan: Plan, rows: Sequence[Tensor]) -> bool:
     pairs = plan.monomials - shape.dim
     fits = pairs <= 96 if is_narrow(shape) else plan.num_groups * plan.group == shape.block_d
     fits = fits and plan.identity and plan.quadratic == 1 and plan.group == 64
-    queries, keys = rows[0].shape[-2], rows[1].shape[-2]
-    fits = fits and max(queries, keys) <= 2 * min(queries, keys)
+    fits = fits and _has_both(rows[0].shape[-2], rows[1].shape[-2])
     return fits and _takes(shape, rows, (32, 64, 128))
+
+
+def _has_both(queries: int, keys: int) -> bool:
+    """Whether there are queries and keys at most positions."""
+    return 0 < max(queries, keys) <= 2 * min(queries, keys)
+
+
+def may_take_causal_degrees(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether causal attention by many degrees has kernels of its own, if the map has few enough: see `takes_causal_degrees`.
+
+    It is asked before the map is laid out, and so of tensors that may be fake: not where they begin in memory.
+    """
+    fits = all(padded(x.shape[-1]) == 64 and not x.shape[-1] % _ALIGNED for x in (query, value))
+    fits = fits and query.dtype == torch.bfloat16 and _has_both(query.shape[-2], key.shape[-2])
+    return fits and _knows(query.device)
+
+
+def takes_causal_degrees(plan: Plan) -> bool:
+    """Whether a wide plan, which only a call that may be taken has, has two groups and few tiles."""
+    return not plan.identity and 0 < plan.held <= MOST_CAUSAL_TILES
+
+
+@torch.compiler.assume_constant_result
+def _knows(device: torch.device) -> bool:
+    return has_kernels(device)
 
 
 def takes_degrees(shape: Shape, plan: Plan, rows: Sequence[Tensor]) -> bool:
@@ -62,6 +88,7 @@ def has_kernels(device: torch.device) -> bool:
         from triton.experimental.gluon import language
 
         from schoenbat.ops.triton import (  # noqa: F401
+            causal_hopper_degrees_keys,
             causal_hopper_keys,
             causal_hopper_narrow_keys,
             causal_hopper_wide_keys,

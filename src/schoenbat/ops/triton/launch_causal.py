@@ -9,7 +9,7 @@ from torch import Tensor
 
 from schoenbat.ops.triton import causal, causal_keys, causal_sums, launch_hopper
 from schoenbat.ops.triton.call import Shape, Unit, as_rows, cdiv, flat, map_arguments, per_map
-from schoenbat.ops.triton.hopper_calls import takes_pairs
+from schoenbat.ops.triton.hopper_calls import has_kernels, takes_pairs
 from schoenbat.ops.triton.launch import split, sum_rows
 from schoenbat.ops.triton.plan import Plan
 from schoenbat.ops.triton.state import empty_state, lay_out, roots, take_out
@@ -131,7 +131,7 @@ def attend(
     shape = Shape.of(query, value)
     q, k, v = as_rows(query), as_rows(key), as_rows(value)
     _seen(seen, mask, k)
-    if count is None and q.numel() and k.numel() and takes_pairs(shape, plan, (q, k, v)):
+    if count is None and q.numel() and k.numel() and _go_in_one_pass(shape, plan, (q, k, v)):
         small = plan, coefficients, query_scale, key_scale, unit
         return launch_hopper.attend(query, key, value, mask, seen, *small)
     axis = Axis.of(q.shape[-2], k.shape[-2], shape, plan)
@@ -170,6 +170,15 @@ def attend(
     return [out, *by_row]
 
 
+def _go_in_one_pass(shape: Shape, plan: Plan, rows: Sequence[Tensor]) -> bool:
+    """Whether Hopper's own kernels take a call; of wide groups no others do, and only such calls have them."""
+    if not plan.is_wide:
+        return takes_pairs(shape, plan, rows)
+    if not has_kernels(rows[0].device):
+        raise ValueError(f"the map is laid out for Hopper's kernels, which {rows[0].device} has not")
+    return True
+
+
 def attend_backward(
     grad: Tensor,
     query: Tensor,
@@ -200,7 +209,7 @@ def attend_backward(
     if not q.numel():
         to_state = [] if count is None else [x.zero_() for x in empty_state(query, value, plan)]
         return [*(torch.zeros_like(x) for x in (query, key, value, query_scale)), *to_state], [], []
-    if count is None and not trained and k.numel() and takes_pairs(shape, plan, (q, k, v)):
+    if count is None and not trained and k.numel() and _go_in_one_pass(shape, plan, (q, k, v)):
         inputs = grad, query, key, value, mask, seen, saved
         to_query, *to_rows, to_scale = launch_hopper.attend_backward(
             *inputs, plan, coefficients, query_scale, key_scale, unit

@@ -9,16 +9,17 @@ import torch
 from torch import Tensor
 
 from schoenbat.ops.triton.call import Shape, Unit, as_rows, cdiv, mask_bytes, per_map
-from schoenbat.ops.triton.hopper_calls import is_aligned, is_narrow, widths
+from schoenbat.ops.triton.hopper_calls import MOST_CAUSAL_TILES, is_aligned, is_narrow, widths
 from schoenbat.ops.triton.plan import Plan
 
-_BLOCK = 64
+_BLOCK, _ROWS_OF_DEGREES = 64, 128
 # About twice as many as there are multiprocessors: of two on one of them, one works while the other waits.
-# Of wide heads a program has eight warps and a multiprocessor for itself.
+# Of wide heads and of many degrees a program has eight warps and a multiprocessor for itself.
 _PROGRAMS = 264
 # Every segment adds up the sums of those before it: more than a few are worth it where each has many tiles.
 _FEW_SEGMENTS, _TILES_EACH = 8, 16
 _MODULES = {32: "causal_hopper_narrow", 64: "causal_hopper", 128: "causal_hopper_wide"}
+_OF_DEGREES = "causal_hopper_degrees"
 
 
 class Segments(NamedTuple):
@@ -31,9 +32,10 @@ class Segments(NamedTuple):
     num_tiles: int
 
     @classmethod
-    def of(cls, queries: int, keys: int, heads: int, shape: Shape) -> "Segments":
-        programs = _PROGRAMS // 2 if _is_wide(shape) else _PROGRAMS
-        num_tiles = max(1, cdiv(max(queries, keys), _BLOCK))
+    def of(cls, queries: int, keys: int, heads: int, shape: Shape, plan: Plan) -> "Segments":
+        programs = _PROGRAMS // 2 if _is_alone(shape, plan) else _PROGRAMS
+        rows = _BLOCK if plan.identity else _ROWS_OF_DEGREES
+        num_tiles = max(1, cdiv(max(queries, keys), rows))
         most = max(_FEW_SEGMENTS, num_tiles // _TILES_EACH)
         each = cdiv(num_tiles, max(1, min(num_tiles, most, programs // heads)))
         return cls(queries, keys, each, cdiv(num_tiles, each), num_tiles)
@@ -56,7 +58,7 @@ class Segments(NamedTuple):
 
 
 class Kernels(NamedTuple):
-    """Those for heads of one padded width."""
+    """Those for heads of one padded width, or for many degrees."""
 
     sum_keys: Any
     read: Any
@@ -65,22 +67,27 @@ class Kernels(NamedTuple):
     key_backward: Any
 
     @staticmethod
+    def of(shape: Shape, plan: Plan) -> "Kernels":
+        return Kernels.named(_MODULES[shape.block_d] if plan.identity else _OF_DEGREES)
+
+    @staticmethod
     @cache
-    def of(width: int) -> "Kernels":
+    def named(module: str) -> "Kernels":
         """Imported where a call has kernels of this kind: there are GPUs and versions of Triton without."""
-        name = f"schoenbat.ops.triton.{_MODULES[width]}"
+        name = f"schoenbat.ops.triton.{module}"
         outputs, queries, keys = (import_module(name + part) for part in ("", "_queries", "_keys"))
         of_keys = keys.sum_queries, keys.key_backward
         return Kernels(outputs.sum_keys, outputs.read, queries.query_backward, *of_keys)
 
 
-def _is_wide(shape: Shape) -> bool:
-    return shape.block_d > 64
+def _is_alone(shape: Shape, plan: Plan) -> bool:
+    """Whether a program has eight warps."""
+    return shape.block_d > 64 or not plan.identity
 
 
 def _sizes_of_sums(shape: Shape, plan: Plan) -> tuple[int, int]:
     """Of a segment, over keys and over queries: see the kernels."""
-    if is_narrow(shape):
+    if is_narrow(shape) or not plan.identity:
         size = 2 * plan.group * (shape.block_v + 1) + shape.block_d + shape.block_v
         return size, size
     size = (shape.block_d + plan.num_groups * plan.group) * (shape.block_v + 1) + shape.block_v
@@ -89,16 +96,25 @@ def _sizes_of_sums(shape: Shape, plan: Plan) -> tuple[int, int]:
 
 def constants(shape: Shape, plan: Plan, heads: int, unit: Unit) -> dict[str, Any]:
     """What kernels are compiled for."""
-    own = {"GROUPS": shape.groups, "F": plan.group, "num_warps": 4}
+    own = {"GROUPS": shape.groups, "num_warps": 8 if _is_alone(shape, plan) else 4}
+    if plan.identity:
+        own["F"] = plan.num_groups * plan.group if _is_alone(shape, plan) else plan.group
+    else:
+        own["HELD"] = MOST_CAUSAL_TILES
     if is_narrow(shape):
         own["PAIRS"] = plan.num_groups
-    if _is_wide(shape):
-        own |= {"F": plan.num_groups * plan.group, "num_warps": 8}
     return widths(shape, plan, heads, unit) | own
 
 
-def _map(plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
-    return plan.tiles, plan.root_weight, plan.root_linear
+def _map(plan: Plan) -> tuple[Any, ...]:
+    if plan.identity:
+        return plan.tiles, plan.root_weight, plan.root_linear
+    return plan.tiles, plan.root_weight, plan.degrees, plan.first, plan.tiles.shape[1]
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Rows as they are copied: contiguous ones may still begin anywhere."""
+    return x if is_aligned(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def _sums_of_keys(
@@ -118,7 +134,7 @@ def _sums_of_keys(
     sums = k.new_empty(heads, axis.number, _sizes_of_sums(shape, plan)[0], dtype=torch.float32)
     shared = constants(shape, plan, k.shape[1], unit)
     del shared["GROUPS"]
-    Kernels.of(shape.block_d).sum_keys[((axis.number - 1) * heads,)](
+    Kernels.of(shape, plan).sum_keys[((axis.number - 1) * heads,)](
         *(k, v, mask_bytes(mask), sums, *k.stride()[:3], *v.stride()[:3]),
         *(axis.keys, axis.first_key, axis.tiles_each, axis.number, key_scale, unit.eps, *_map(plan)),
         **shared,
@@ -140,13 +156,13 @@ def attend(
 ) -> list[Tensor]:
     """As `launch_causal.attend`."""
     shape = Shape.of(query, value)
-    q, k, v = as_rows(query), as_rows(key), as_rows(value)
+    q, k, v = (_aligned(as_rows(x)) for x in (query, key, value))
     heads = q.shape[0] * q.shape[1]
-    axis = Segments.of(q.shape[-2], k.shape[-2], heads, shape)
+    axis = Segments.of(q.shape[-2], k.shape[-2], heads, shape, plan)
     out = query.new_empty(*query.shape[:-1], shape.value_dim)
     by_row = [q.new_empty(q.shape[:-1], dtype=torch.float32) for _ in range(3)]
     sums = _sums_of_keys(k, v, mask, shape, plan, axis, key_scale, unit)
-    Kernels.of(shape.block_d).read[(axis.number * heads,)](
+    Kernels.of(shape, plan).read[(axis.number * heads,)](
         *(q, k, v, mask_bytes(mask), seen, query_scale, per_map(coefficients, plan), sums, out, *by_row),
         *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *axis.whole, key_scale, unit.eps, *_map(plan)),
         **constants(shape, plan, q.shape[1], unit),
@@ -170,13 +186,11 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of query, of key and value by query head, and of the scale by segment."""
     shape, out, (inverse, constant, slope) = Shape.of(query, value), as_rows(saved[0]), saved[1:]
-    q, k, v, g = as_rows(query), as_rows(key), as_rows(value), as_rows(grad.to(query.dtype))
-    if not is_aligned(g):
-        g = g.clone(memory_format=torch.contiguous_format)  # it may be contiguous, and begin anywhere
+    q, k, v, g = (_aligned(as_rows(x)) for x in (query, key, value, grad.to(query.dtype)))
     heads = q.shape[0] * q.shape[1]
-    axis = Segments.of(q.shape[-2], k.shape[-2], heads, shape)
+    axis = Segments.of(q.shape[-2], k.shape[-2], heads, shape, plan)
     shared = constants(shape, plan, q.shape[1], unit)
-    kernels = Kernels.of(shape.block_d)
+    kernels = Kernels.of(shape, plan)
     strides = *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *g.stride()[:3]
     sums = _sums_of_keys(k, v, mask, shape, plan, axis, key_scale, unit)
     grad_query, to_total, to_mean = q.new_empty(q.shape), torch.empty_like(inverse), torch.empty_like(inverse)
