@@ -1,4 +1,4 @@
-"""Causal attention by maps of many degrees in one pass: on Hopper if there is one, else the kernels as plain Python."""
+"""Causal attention by many degrees in one pass: on Hopper if there is one, else kernels as plain Python."""
 
 from functools import partial
 
@@ -9,13 +9,8 @@ from ops.triton.specification import (
     DEVICE,
     assert_close_to_specification,
     recorded,
-    where_few_keys_are_in_sight,
 )
 from oracle import make_map
-
-from schoenbat import rmfa
-from schoenbat.kernels import polynomial
-from schoenbat.ops.unit_rows import UnitRows
 
 pytest.importorskip("triton.experimental.gluon")
 # What a GPU runs of it are other programs than what a CPU does: there they are among the tests of GPUs.
@@ -59,7 +54,9 @@ def draw_map(dim=64, num_features=128, scale=4.0, **options):
     return make_map("unbiased", dim, num_features, dtype=torch.float32, device=DEVICE, scale=scale, **options)
 
 
-@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (64, 64), (150, 150), (300, 300), (150, 290), (290, 150)])
+@pytest.mark.parametrize(
+    ("queries", "keys"), [(1, 1), (64, 64), (150, 150), (300, 300), (150, 290), (290, 150)]
+)
 def test_matches_the_specification(queries, keys):
     """The last query is beside the last key."""
     features, tensors, scale = draw_map(), draw(queries, keys), torch.tensor([2.0])

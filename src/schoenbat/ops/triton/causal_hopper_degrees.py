@@ -38,11 +38,13 @@ from schoenbat.ops.triton.hopper import (
     accumulator,
     add,
     anew,
+    at_head,
     by_column,
     by_row,
     copy_rows,
     make_unit,
     operand,
+    place,
     row_sums,
     shared_pair,
     shared_tile,
@@ -155,12 +157,9 @@ def sum_keys(
 ):  # fmt: skip
     """The sums over a segment of keys; of the last one nobody needs them."""
     dtype: gl.constexpr = p_key.dtype.element_ty
-    num_here = SEGMENTS - 1
-    i_segment, i_bh = gl.program_id(0) % num_here, gl.program_id(0) // num_here
-    i_b, i_h = i_bh // HEADS, i_bh % HEADS
-    i_map = 0 if MAPS == 1 else i_h
-    p_key += i_b.to(gl.int64) * stride_kb + i_h.to(gl.int64) * stride_kh
-    p_value += i_b.to(gl.int64) * stride_vb + i_h.to(gl.int64) * stride_vh
+    i_segment, i_bh, i_b, i_h, i_map = place(SEGMENTS - 1, HEADS, 1, MAPS)
+    p_key = at_head(p_key, i_b, i_h, stride_kb, stride_kh)
+    p_value = at_head(p_value, i_b, i_h, stride_vb, stride_vh)
     if p_mask is not None:
         p_mask += i_b.to(gl.int64) * N_KEY
     of_first, of_second = packing(p_first)
@@ -169,7 +168,14 @@ def sum_keys(
     s_weights = shared_weights(p_root + i_map * 2 * GROUP, p_degrees, p_first, KEY_SCALE)
     s_keys, s_values = shared_pair(dtype, D), shared_pair(dtype, V)
     s_phi, m_ones = shared_tiles(dtype, 2, ROWS, GROUP), shared_ones(dtype)
-    b_s1, b_s2, b_z1, b_z2, b_x, b_v = zeros(V), zeros(V), zeros(NARROW), zeros(NARROW), zeros(NARROW), zeros(NARROW)
+    b_s1, b_s2, b_z1, b_z2, b_x, b_v = (
+        zeros(V),
+        zeros(V),
+        zeros(NARROW),
+        zeros(NARROW),
+        zeros(NARROW),
+        zeros(NARROW),
+    )
     first = i_segment * TILES
     k_start = first * ROWS - FIRST_KEY
     copy_rows(s_keys.index(0), p_key, k_start, stride_kn, N_KEY, DIM, D, p_mask)
@@ -192,9 +198,7 @@ def sum_keys(
         b_s1, b_s2, b_z1, b_z2, b_x, b_v = warpgroup_mma_wait(0, [b_s1, b_s2, b_z1, b_z2, b_x, b_v])
     async_copy.wait_group(0)
     p_sums += (i_bh * SEGMENTS + i_segment).to(gl.int64) * size_of_sums(D, GROUP, V)
-    store_sums(
-        p_sums, b_s1, b_s2, column(b_z1, 0), column(b_z2, 0), column(b_x, 0), column(b_v, 0), D, V
-    )
+    store_sums(p_sums, b_s1, b_s2, column(b_z1, 0), column(b_z2, 0), column(b_x, 0), column(b_v, 0), D, V)
 
 
 @gluon.jit(do_not_specialize=LENGTHS)
@@ -208,12 +212,10 @@ def read(
 ):  # fmt: skip
     """The outputs of a segment of queries, and by row 1/f, e and the slope of the floor."""
     dtype: gl.constexpr = p_query.dtype.element_ty
-    i_segment, i_bh = gl.program_id(0) % SEGMENTS, gl.program_id(0) // SEGMENTS
-    i_b, i_h = i_bh // HEADS, i_bh % HEADS
-    i_map = 0 if MAPS == 1 else i_h // GROUPS
-    p_query += i_b.to(gl.int64) * stride_qb + i_h.to(gl.int64) * stride_qh
-    p_key += i_b.to(gl.int64) * stride_kb + (i_h // GROUPS).to(gl.int64) * stride_kh
-    p_value += i_b.to(gl.int64) * stride_vb + (i_h // GROUPS).to(gl.int64) * stride_vh
+    i_segment, i_bh, i_b, i_h, i_map = place(SEGMENTS, HEADS, GROUPS, MAPS)
+    p_query = at_head(p_query, i_b, i_h, stride_qb, stride_qh)
+    p_key = at_head(p_key, i_b, i_h // GROUPS, stride_kb, stride_kh)
+    p_value = at_head(p_value, i_b, i_h // GROUPS, stride_vb, stride_vh)
     if p_mask is not None:
         p_mask += i_b.to(gl.int64) * N_KEY
     p_sums += (i_bh // GROUPS).to(gl.int64) * SEGMENTS * size_of_sums(D, GROUP, V)
@@ -285,7 +287,9 @@ def read(
         b_scores = add(gl.convert_layout(b_phi2, operand(ROWS, WARPS)), s_phi2, b_scores)
         b_numerator = start(gl.convert_layout(b_phi1, operand(V, WARPS)), s_sums.index(zero), ROWS, V)
         b_numerator = add(gl.convert_layout(b_phi2, operand(V, WARPS)), s_sums.index(zero + 1), b_numerator)
-        b_before = start(gl.convert_layout(b_phi1, operand(NARROW, WARPS)), s_totals.index(zero), ROWS, NARROW)
+        b_before = start(
+            gl.convert_layout(b_phi1, operand(NARROW, WARPS)), s_totals.index(zero), ROWS, NARROW
+        )
         b_before = add(gl.convert_layout(b_phi2, operand(NARROW, WARPS)), s_totals.index(zero + 1), b_before)
         b_scores, b_numerator, b_before = warpgroup_mma_wait(0, [b_scores, b_numerator, b_before])
 

@@ -44,12 +44,14 @@ from schoenbat.ops.triton.hopper import (
     accumulator,
     add,
     anew,
+    at_head,
     by_column,
     by_row,
     copy_numbers,
     copy_rows,
     make_unit,
     operand,
+    place,
     shared_pair,
     shared_tile,
     shared_tiles,
@@ -86,12 +88,10 @@ def sum_queries(
 ):  # fmt: skip
     """The sums over a segment of queries; of the first one nobody needs them."""
     dtype: gl.constexpr = p_query.dtype.element_ty
-    num_segments = SEGMENTS - 1
-    i_segment, i_bh = 1 + gl.program_id(0) % num_segments, gl.program_id(0) // num_segments
-    i_b, i_h = i_bh // HEADS, i_bh % HEADS
-    i_map = 0 if MAPS == 1 else i_h // GROUPS
-    p_query += i_b.to(gl.int64) * stride_qb + i_h.to(gl.int64) * stride_qh
-    p_grad += i_b.to(gl.int64) * stride_gb + i_h.to(gl.int64) * stride_gh
+    i_segment, i_bh, i_b, i_h, i_map = place(SEGMENTS - 1, HEADS, GROUPS, MAPS)
+    i_segment += 1
+    p_query = at_head(p_query, i_b, i_h, stride_qb, stride_qh)
+    p_grad = at_head(p_grad, i_b, i_h, stride_gb, stride_gh)
     i_row = i_bh.to(gl.int64) * N_QUERY
     p_inverse, p_constant = p_inverse + i_row, p_constant + i_row
     p_dtotal, p_dmean = p_dtotal + i_row, p_dmean + i_row
@@ -104,7 +104,14 @@ def sum_queries(
     s_inverses, s_constants = shared_vectors(), shared_vectors()
     s_dtotals, s_dmeans = shared_vectors(), shared_vectors()
     s_phi, m_narrow = shared_tiles(dtype, 2, ROWS, GROUP), shared_tile(dtype, ROWS, NARROW)
-    b_s1, b_s2, b_z1, b_z2, b_x, b_g = zeros(V), zeros(V), zeros(NARROW), zeros(NARROW), zeros(NARROW), zeros(NARROW)
+    b_s1, b_s2, b_z1, b_z2, b_x, b_g = (
+        zeros(V),
+        zeros(V),
+        zeros(NARROW),
+        zeros(NARROW),
+        zeros(NARROW),
+        zeros(NARROW),
+    )
     first = i_segment * TILES
     num_here = gl.minimum(TILES, NUM_TILES - first)
     for i in range(-1, num_here):
@@ -152,13 +159,11 @@ def key_backward(
     Scores are [keys, queries] here, so that they are operands as they are.
     """
     dtype: gl.constexpr = p_query.dtype.element_ty
-    i_segment, i_bh = gl.program_id(0) % SEGMENTS, gl.program_id(0) // SEGMENTS
-    i_b, i_h = i_bh // HEADS, i_bh % HEADS
-    i_map = 0 if MAPS == 1 else i_h // GROUPS
-    p_query += i_b.to(gl.int64) * stride_qb + i_h.to(gl.int64) * stride_qh
-    p_grad += i_b.to(gl.int64) * stride_gb + i_h.to(gl.int64) * stride_gh
-    p_key += i_b.to(gl.int64) * stride_kb + (i_h // GROUPS).to(gl.int64) * stride_kh
-    p_value += i_b.to(gl.int64) * stride_vb + (i_h // GROUPS).to(gl.int64) * stride_vh
+    i_segment, i_bh, i_b, i_h, i_map = place(SEGMENTS, HEADS, GROUPS, MAPS)
+    p_query = at_head(p_query, i_b, i_h, stride_qb, stride_qh)
+    p_grad = at_head(p_grad, i_b, i_h, stride_gb, stride_gh)
+    p_key = at_head(p_key, i_b, i_h // GROUPS, stride_kb, stride_kh)
+    p_value = at_head(p_value, i_b, i_h // GROUPS, stride_vb, stride_vh)
     if p_mask is not None:
         p_mask += i_b.to(gl.int64) * N_KEY
     p_sums += i_bh.to(gl.int64) * SEGMENTS * size_of_sums(D, GROUP, V)

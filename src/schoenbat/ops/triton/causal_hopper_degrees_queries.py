@@ -45,6 +45,7 @@ from schoenbat.ops.triton.hopper import (
     accumulator,
     add,
     anew,
+    at_head,
     by_column,
     by_row,
     copy_numbers,
@@ -52,6 +53,7 @@ from schoenbat.ops.triton.hopper import (
     in_memory,
     make_unit,
     operand,
+    place,
     row_sums,
     shared_tile,
     shared_tiles,
@@ -140,13 +142,11 @@ def query_backward(
 ):  # fmt: skip
     """The gradients of a segment of queries; by row also those of T and of the mean logit, divided by the count; of the scale."""
     dtype: gl.constexpr = p_query.dtype.element_ty
-    i_segment, i_bh = gl.program_id(0) % SEGMENTS, gl.program_id(0) // SEGMENTS
-    i_b, i_h = i_bh // HEADS, i_bh % HEADS
-    i_map = 0 if MAPS == 1 else i_h // GROUPS
-    p_query += i_b.to(gl.int64) * stride_qb + i_h.to(gl.int64) * stride_qh
-    p_grad += i_b.to(gl.int64) * stride_gb + i_h.to(gl.int64) * stride_gh
-    p_key += i_b.to(gl.int64) * stride_kb + (i_h // GROUPS).to(gl.int64) * stride_kh
-    p_value += i_b.to(gl.int64) * stride_vb + (i_h // GROUPS).to(gl.int64) * stride_vh
+    i_segment, i_bh, i_b, i_h, i_map = place(SEGMENTS, HEADS, GROUPS, MAPS)
+    p_query = at_head(p_query, i_b, i_h, stride_qb, stride_qh)
+    p_grad = at_head(p_grad, i_b, i_h, stride_gb, stride_gh)
+    p_key = at_head(p_key, i_b, i_h // GROUPS, stride_kb, stride_kh)
+    p_value = at_head(p_value, i_b, i_h // GROUPS, stride_vb, stride_vh)
     if p_mask is not None:
         p_mask += i_b.to(gl.int64) * N_KEY
     p_sums += (i_bh // GROUPS).to(gl.int64) * SEGMENTS * size_of_sums(D, GROUP, V)
@@ -166,7 +166,11 @@ def query_backward(
     m_v, m_g = shared_tile(dtype, ROWS, V), shared_tile(dtype, ROWS, V)
     s_inverse, s_constant, s_slope = shared_vector(ROWS), shared_vector(ROWS), shared_vector(ROWS)
     s_phi, m_ones = shared_tiles(dtype, 2, ROWS, GROUP), shared_ones(dtype)
-    s_sums, m_zv, s_factor = shared_tiles(dtype, 2, GROUP, V), shared_tile(dtype, V, NARROW), shared_vector(ROWS)
+    s_sums, m_zv, s_factor = (
+        shared_tiles(dtype, 2, GROUP, V),
+        shared_tile(dtype, V, NARROW),
+        shared_vector(ROWS),
+    )
     b_s1, b_s2 = tiles_of_sums(p_sums, 0, i_segment, D, V)
     s_z, s_zk, s_zv = shared_vectors_of_sums(p_sums, 0, i_segment, D, V)
     o_q, o_k = gl.arange(0, ROWS, by_row(ROWS, WARPS)), gl.arange(0, ROWS, by_column(ROWS, WARPS))
