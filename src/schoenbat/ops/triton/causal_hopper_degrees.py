@@ -169,7 +169,14 @@ def sum_keys(
     s_weights = shared_weights(p_root + i_map * 2 * GROUP, p_degrees, p_first, KEY_SCALE)
     s_keys, s_values = shared_pair(dtype, D), shared_pair(dtype, V)
     s_phi, m_ones = shared_tiles(dtype, 2, ROWS, GROUP), shared_ones(dtype)
-    b_s1, b_s2, b_z1, b_z2, b_x, b_v = zeros(V), zeros(V), zeros(NARROW), zeros(NARROW), zeros(NARROW), zeros(NARROW)
+    b_s1, b_s2, b_z1, b_z2, b_x, b_v = (
+        zeros(V),
+        zeros(V),
+        zeros(NARROW),
+        zeros(NARROW),
+        zeros(NARROW),
+        zeros(NARROW),
+    )
     first = i_segment * TILES
     k_start = first * ROWS - FIRST_KEY
     copy_rows(s_keys.index(0), p_key, k_start, stride_kn, N_KEY, DIM, D, p_mask)
@@ -192,9 +199,7 @@ def sum_keys(
         b_s1, b_s2, b_z1, b_z2, b_x, b_v = warpgroup_mma_wait(0, [b_s1, b_s2, b_z1, b_z2, b_x, b_v])
     async_copy.wait_group(0)
     p_sums += (i_bh * SEGMENTS + i_segment).to(gl.int64) * size_of_sums(D, GROUP, V)
-    store_sums(
-        p_sums, b_s1, b_s2, column(b_z1, 0), column(b_z2, 0), column(b_x, 0), column(b_v, 0), D, V
-    )
+    store_sums(p_sums, b_s1, b_s2, column(b_z1, 0), column(b_z2, 0), column(b_x, 0), column(b_v, 0), D, V)
 
 
 @gluon.jit(do_not_specialize=LENGTHS)
@@ -285,7 +290,9 @@ def read(
         b_scores = add(gl.convert_layout(b_phi2, operand(ROWS, WARPS)), s_phi2, b_scores)
         b_numerator = start(gl.convert_layout(b_phi1, operand(V, WARPS)), s_sums.index(zero), ROWS, V)
         b_numerator = add(gl.convert_layout(b_phi2, operand(V, WARPS)), s_sums.index(zero + 1), b_numerator)
-        b_before = start(gl.convert_layout(b_phi1, operand(NARROW, WARPS)), s_totals.index(zero), ROWS, NARROW)
+        b_before = start(
+            gl.convert_layout(b_phi1, operand(NARROW, WARPS)), s_totals.index(zero), ROWS, NARROW
+        )
         b_before = add(gl.convert_layout(b_phi2, operand(NARROW, WARPS)), s_totals.index(zero + 1), b_before)
         b_scores, b_numerator, b_before = warpgroup_mma_wait(0, [b_scores, b_numerator, b_before])
 

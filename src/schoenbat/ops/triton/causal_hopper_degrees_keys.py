@@ -108,7 +108,14 @@ def sum_queries(
     s_inverses, s_constants = shared_vectors(), shared_vectors()
     s_dtotals, s_dmeans = shared_vectors(), shared_vectors()
     s_phi, m_narrow = shared_tiles(dtype, 2, ROWS, GROUP), shared_tile(dtype, ROWS, NARROW)
-    b_s1, b_s2, b_z1, b_z2, b_x, b_g = zeros(V), zeros(V), zeros(NARROW), zeros(NARROW), zeros(NARROW), zeros(NARROW)
+    b_s1, b_s2, b_z1, b_z2, b_x, b_g = (
+        zeros(V),
+        zeros(V),
+        zeros(NARROW),
+        zeros(NARROW),
+        zeros(NARROW),
+        zeros(NARROW),
+    )
     first = i_segment * TILES
     num_here = gl.minimum(TILES, NUM_TILES - first)
     for i in range(-1, num_here):

@@ -198,7 +198,11 @@ def query_backward(
     m_v, m_g = shared_tile(dtype, ROWS, V), shared_tile(dtype, ROWS, V)
     s_inverse, s_constant, s_slope = shared_vector(ROWS), shared_vector(ROWS), shared_vector(ROWS)
     s_phi, m_ones = shared_tiles(dtype, 2, ROWS, GROUP), shared_ones(dtype)
-    m_sums, m_zv, s_factor = shared_tile(dtype, 2 * GROUP, V), shared_tile(dtype, V, NARROW), shared_vector(ROWS)
+    m_sums, m_zv, s_factor = (
+        shared_tile(dtype, 2 * GROUP, V),
+        shared_tile(dtype, V, NARROW),
+        shared_vector(ROWS),
+    )
     b_s1, b_s2 = tiles_of_sums(p_sums, 0, i_segment, D, V)
     put_away(m_sums.index(0), s_phi.index(0), b_s1, b_s2)
     s_z, s_zk, s_zv = shared_vectors_of_sums(p_sums, 0, i_segment, D, V)
@@ -294,7 +298,9 @@ def query_backward(
         async_copy.commit_group()
         make_unit(s_q, EPS, UNIT, DIM, D, s_factor)
         fence_async_shared()
-        b_one, b_two = times_products(b_one, b_two, s_q, s_tiles, s_added, s_query_weights, of_first, of_second)
+        b_one, b_two = times_products(
+            b_one, b_two, s_q, s_tiles, s_added, s_query_weights, of_first, of_second
+        )
         b_dx = through_both(b_one, b_two, s_q, s_v, s_tiles, s_added, of_first, of_second, D)
         if is_floored:
             b_dx += s_phi.index(zero + 1).load(accumulator(D, WARPS)).to(gl.float32)
