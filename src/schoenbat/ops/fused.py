@@ -159,7 +159,7 @@ def lay_out(
 def lay_out_causal(
     query: Tensor, key: Tensor, value: Tensor, feature_map: FeatureMap, before: Before | None
 ) -> tuple[list[Tensor], list[Tensor], list[int]]:
-    """The same in wide groups where the call has causal kernels for them: without state or trained map."""
+    """The same in wide groups for calls that have causal kernels for them: without state or a trained map."""
     from schoenbat.ops.triton import hopper_calls, plan
 
     may_be_wide = before is None and not _is_trained(feature_map)

@@ -149,3 +149,9 @@ def overwritten(printed: str) -> list[str]:
         if any(not program.code[writer].name.startswith(_RESTORES) for writer in late):
             wrong.append(program.code[place].address)
     return wrong
+
+
+def serialized(printed: str) -> bool:
+    """Whether each product is waited for alone: an assembler's way out of too few registers."""
+    products = [x.arguments for x in Program(printed).code if x.name.startswith("HGMMA")]
+    return bool(products) and all("gsb0" in arguments for arguments in products)

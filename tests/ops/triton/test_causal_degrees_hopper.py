@@ -1,16 +1,16 @@
-"""Causal attention by many degrees in one pass: on Hopper if there is one, else kernels as plain Python."""
+"""Causal attention by many degrees in one pass: on Hopper if there is one, else as plain Python."""
 
 from functools import partial
 
 import pytest
 import torch
 from ops.triton import specification
-from ops.triton.specification import (
-    DEVICE,
-    assert_close_to_specification,
-    recorded,
-)
+from ops.triton.specification import DEVICE, assert_close_to_specification, recorded
 from oracle import make_map
+
+from schoenbat import rmfa
+from schoenbat.kernels import polynomial
+from schoenbat.ops.unit_rows import UnitRows
 
 pytest.importorskip("triton.experimental.gluon")
 # What a GPU runs of it are other programs than what a CPU does: there they are among the tests of GPUs.
@@ -61,3 +61,80 @@ def test_matches_the_specification(queries, keys):
     """The last query is beside the last key."""
     features, tensors, scale = draw_map(), draw(queries, keys), torch.tensor([2.0])
     assert_close_to_specification(features, tensors, scale, is_causal=True)
+
+
+@pytest.mark.parametrize(
+    ("num_features", "options"),
+    [
+        (66, {"scale": 1.0}),
+        (110, {}),
+        (129, {}),
+        (72, {"scale": 6.0}),
+        (128, {"kernel": polynomial(4, 0.25)}),
+    ],
+    ids=["one level each", "a wide highest level", "no padding", "all room is taken", "nothing is packed"],
+)
+def test_levels_that_share_tiles(num_features, options):
+    features, tensors = draw_map(64, num_features, **options), draw(150, 150)
+    # Where a polynomial is approximated, denominators come near their floors, and gradients jump there.
+    scale, roundings = (4.0, 2.0) if "kernel" in options else (2.0, 1.0)
+    scale = torch.tensor([scale])
+    assert_close_to_specification(features, tensors, scale, roundings=roundings, is_causal=True)
+
+
+def test_masks_groups_and_maps_per_head():
+    """A sequence that begins with masked keys, and one that has no others; padded widths."""
+    features = draw_map(48, 100, num_heads=2)
+    tensors = draw(150, 150, heads=4, key_heads=2, dim=48, value_dim=64, batch=2)
+    mask = (torch.rand(2, 150, generator=torch.Generator().manual_seed(0)) > 0.4).to(DEVICE)
+    mask[0, :3], mask[1] = False, False
+    options = {"key_mask": mask, "enable_gqa": True, "is_causal": True}
+    assert_close_to_specification(features, tensors, torch.linspace(0.5, 3.0, 4), **options)
+
+
+@pytest.mark.parametrize("centred", [False, True])
+def test_rows_are_normalised_on_the_way(centred):
+    mask = (torch.rand(1, 150, generator=torch.Generator().manual_seed(0)) > 0.3).to(DEVICE)
+    options = {"key_mask": mask, "is_causal": True, "unit_rows": UnitRows(centred, 1e-3)}
+    assert_close_to_specification(draw_map(), draw(150, 150), torch.tensor([3.0]), **options)
+
+
+def test_floors_that_act():
+    """Queries and keys of opposed means, at a scale at which denominators fall below their floors."""
+    query, key, value = draw(150, 150)
+    tensors = [query / 8 + 0.1, key / 8 - 0.1, value]
+    options = {"is_causal": True, "roundings": 2.0}
+    assert_close_to_specification(draw_map(), tensors, torch.tensor([6.0]), **options)
+
+
+def test_rows_of_zeros_have_gradients():
+    """Products are divided by their factors, which are zero here."""
+    tensors = draw(140, 140)
+    for x in tensors[:2]:
+        x[..., 3:7, :] = 0.0
+    assert_close_to_specification(draw_map(), tensors, torch.tensor([2.0]), is_causal=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("length", [1000, 4096, 16384 + 7])
+def test_long_sequences_on_a_gpu(length):
+    """Of so many rows, some have projections that are zero."""
+    tensors = draw(length, length, heads=4, key_heads=2, batch=2)
+    options = {"enable_gqa": True, "is_causal": True, "unit_rows": UnitRows(True, 1e-3)}
+    assert_close_to_specification(draw_map(), tensors, torch.linspace(0.5, 4.0, 4), "eager", **options)
+
+
+def test_rows_and_gradients_may_begin_anywhere():
+    """As parts of a flat tensor do: contiguous, and not aligned."""
+    features, given = draw_map(), draw(140, 140)
+    inputs = []
+    for x in given:
+        flat = torch.cat([torch.zeros(3, dtype=x.dtype), x.flatten()]).to(DEVICE)
+        inputs.append(flat[3:].view(x.shape).requires_grad_())
+    others = torch.zeros(3, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    out = rmfa(*inputs, features, is_causal=True, implementation="triton")
+    torch.cat([others, out.flatten()]).square().sum().backward()
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    rmfa(*exact, features, is_causal=True, implementation="reference").square().sum().backward()
+    for got, right in zip(inputs, exact, strict=True):
+        assert (got.grad.double() - right.grad).norm() < 3e-2 * right.grad.norm()

@@ -28,10 +28,13 @@ SPILLED_BY_TRAINED_MAPS = 750
 SPILLED_BY_DECODING = 160
 # Sums stay in registers from tile to tile: what is left for places in memory is spilled.
 SPILLED_BESIDE_SUMS = 480
-# Sums, scores, and levels of two groups.
-SPILLED_BY_DEGREES_BESIDE_SUMS = 720
+# Beside scores of 128 × 128 and all levels, that is more.
+SPILLED_BY_CAUSAL_DEGREES = 760
 # Three programs at a time on a multiprocessor instead of two were worth it.
 SPILLED_WITH_FEWER_REGISTERS = 450
+
+# Known, and not mended yet.
+SERIALIZED = {"causal_hopper_narrow_queries.query_backward"}
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +59,8 @@ def allowed(usage):
         return SPILLED_BY_TRAINED_MAPS * (usage["width"] // 64)
     if usage["width"] > 64:
         return SPILLED_BY_WIDE_HEADS
-    if "causal_hopper_degrees" in usage["kernel"]:
-        return SPILLED_BY_DEGREES_BESIDE_SUMS
+    if usage["kernel"].startswith("causal_hopper_degrees"):
+        return SPILLED_BY_CAUSAL_DEGREES
     if "hopper" in usage["kernel"]:
         return SPILLED_BESIDE_SUMS
     if usage["kernel"] == "decode.step":
@@ -95,6 +98,13 @@ def test_registers_of_products_are_not_written_to_before_these_are_waited_for(us
     """What is computed meanwhile goes elsewhere."""
     for usage in usages:
         assert usage["rewritten"] == [], usage
+
+
+def test_products_of_hopper_kernels_follow_one_another(usages):
+    """An assembler that runs out of registers waits for each of them."""
+    for usage in usages:
+        if "hopper" in usage["kernel"] and usage["kernel"] not in SERIALIZED:
+            assert not usage["serialized"], usage
 
 
 def test_products_that_read_registers_find_the_same_in_them_again(usages):

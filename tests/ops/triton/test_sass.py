@@ -1,7 +1,7 @@
 """Reading what nvdisasm prints."""
 
 import pytest
-from ops.triton.sass import overwritten, rewritten, running
+from ops.triton.sass import overwritten, rewritten, running, serialized
 
 PRODUCT = "HGMMA.64x64x16.F32.BF16 R56, R128, gdesc[UR8], R56, gsb0"
 WAIT = "WARPGROUP.DEPBAR.LE gsb0, 0x0"
@@ -73,3 +73,10 @@ def test_products_that_a_wait_leaves_running_are_counted():
     assert running(printed(PRODUCT, WAIT)) == 0
     assert running(printed(PRODUCT, PRODUCT, "WARPGROUP.DEPBAR.LE gsb0, 0x1", WAIT)) == 1
     assert running(printed("WARPGROUP.DEPBAR.LE gsb0, 0x1")) == 0
+
+
+def test_products_that_follow_one_another_are_not_serialized():
+    first = PRODUCT.removesuffix(", gsb0")
+    assert serialized(printed(PRODUCT, WAIT, PRODUCT, WAIT, "EXIT"))
+    assert not serialized(printed(first, PRODUCT, WAIT, PRODUCT, WAIT, "EXIT"))
+    assert not serialized(printed("EXIT"))

@@ -181,7 +181,7 @@ def sum_keys(
 
 
 @gluon.jit
-def keys_seen(p_count, i_b, i_tile, N, FIRST_KEY, layout: gl.constexpr, ROWS: gl.constexpr = BLOCK):
+def keys_seen(p_count, i_b, i_tile, N, FIRST_KEY, layout: gl.constexpr, ROWS: gl.constexpr = 64):
     """How many keys each row of a tile sees; with a mask they were counted."""
     o_n = i_tile * ROWS + gl.arange(0, ROWS, layout)
     if p_count is not None:

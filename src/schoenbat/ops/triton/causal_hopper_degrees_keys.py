@@ -20,10 +20,14 @@ from schoenbat.ops.triton.causal_hopper_degrees import (
     both_features,
     store_sums,
     tiles_of_sums,
+    weighted,
 )
 from schoenbat.ops.triton.causal_hopper_degrees_queries import (
-    features_of_both,
+    first_of_both,
+    put_away,
+    second_of_both,
     shared_vectors_of_sums,
+    take_up,
     through_both,
 )
 from schoenbat.ops.triton.causal_hopper_keys import store_weights
@@ -144,6 +148,16 @@ def sum_queries(
     store_sums(p_sums, b_s1, b_s2, b_z1, b_z2, two_columns(b_x, 2), two_columns(b_g, 4), D, V)
 
 
+@gluon.jit
+def features_of_both(s_x, s_tiles, s_added, s_weights, scale, of_first, of_second):
+    """The features of both groups in registers, of 16 bits."""
+    dtype: gl.constexpr = s_x.dtype
+    b_two, b_last = second_of_both(s_x, s_tiles, s_added, of_second)
+    b_two = weighted(b_two, s_weights.index(1), scale, dtype)
+    b_one = first_of_both(s_x, s_tiles, s_added, b_last, of_first)
+    return weighted(b_one, s_weights.index(0), scale, dtype), b_two
+
+
 @gluon.jit(do_not_specialize=LENGTHS)
 def key_backward(
     p_query, p_key, p_value, p_mask, p_scale, p_sums, p_grad, p_inverse, p_constant, p_dtotal, p_dmean, p_dkey, p_dvalue,
@@ -184,8 +198,9 @@ def key_backward(
     s_inverse, s_constant = shared_vector(ROWS), shared_vector(ROWS)
     s_dtotal, s_dmean = shared_vector(ROWS), shared_vector(ROWS)
     s_phi, m_narrow = shared_tiles(dtype, 2, ROWS, GROUP), shared_tile(dtype, ROWS, NARROW)
-    s_sums, s_factor, s_behind = shared_tiles(dtype, 2, GROUP, V), shared_vector(ROWS), shared_vector(D)
+    m_sums, s_factor, s_behind = shared_tile(dtype, 2 * GROUP, V), shared_vector(ROWS), shared_vector(D)
     b_s1, b_s2 = tiles_of_sums(p_sums, i_segment + 1, SEGMENTS, D, V)
+    put_away(m_sums.index(0), s_phi.index(0), b_s1, b_s2)
     s_z, s_zm, s_ze = shared_vectors_of_sums(p_sums, i_segment + 1, SEGMENTS, D, V)
     o_k, o_q = gl.arange(0, ROWS, by_row(ROWS, WARPS)), gl.arange(0, ROWS, by_column(ROWS, WARPS))
 
@@ -194,13 +209,13 @@ def key_backward(
     last = first + num_here - 1
     q_start, k_start = last * ROWS - FIRST_QUERY, last * ROWS - FIRST_KEY
     copy_rows(m_q.index(0), p_query, q_start, stride_qn, N_QUERY, DIM, D)
-    copy_rows(m_v.index(0), p_value, k_start, stride_vn, N_KEY, DV, V, p_mask)
     copy_rows(m_g.index(0), p_grad, q_start, stride_gn, N_QUERY, DV, V)
     copy_numbers(s_inverse, p_inverse, q_start, N_QUERY)
     copy_numbers(s_constant, p_constant, q_start, N_QUERY)
     copy_numbers(s_dtotal, p_dtotal, q_start, N_QUERY)
     copy_numbers(s_dmean, p_dmean, q_start, N_QUERY)
     async_copy.commit_group()
+    copy_rows(m_v.index(0), p_value, k_start, stride_vn, N_KEY, DV, V, p_mask)
     copy_rows(m_k.index(0), p_key, k_start, stride_kn, N_KEY, DIM, D, p_mask)
     async_copy.commit_group()
     for i in range(num_here):
@@ -209,9 +224,9 @@ def key_backward(
         s_narrow = m_narrow.index(zero)
         m_causal = o_k[:, None] <= (o_q + zero)[None, :]
         q_start, k_start = (last - i) * ROWS - FIRST_QUERY, (last - i) * ROWS - FIRST_KEY
-        s_sums.index(zero).store(b_s1.to(dtype))
-        s_sums.index(zero + 1).store(b_s2.to(dtype))
-        async_copy.wait_group(1)  # all but the keys
+        s_sums = m_sums.index(zero)
+        b_s1, b_s2 = take_up(s_sums, s_phi.index(zero), 0, V), take_up(s_sums, s_phi.index(zero), GROUP, V)
+        async_copy.wait_group(1)  # all but keys and values
         make_unit(s_q, EPS, UNIT, DIM, D)
         store_multiplied(s_g, s_g, s_inverse, V)
         store_weights(s_narrow, s_constant.load(by_row(NARROW, WARPS)), s_dtotal, s_dmean)
@@ -229,8 +244,8 @@ def key_backward(
         b_scores = warpgroup_mma_wait(0, [b_scores])
         b_scores += s_constant.load(by_column(ROWS, WARPS))[None, :]
         b_scores = gl.where(m_causal, b_scores, 0.0).to(dtype)
-        b_dv = start(gl.convert_layout(b_phi1, operand(V, WARPS)), s_sums.index(zero), ROWS, V)
-        b_dv = add(gl.convert_layout(b_phi2, operand(V, WARPS)), s_sums.index(zero + 1), b_dv)
+        b_dv = start(gl.convert_layout(b_phi1, operand(V, WARPS)), s_sums.slice(0, GROUP), ROWS, V)
+        b_dv = add(gl.convert_layout(b_phi2, operand(V, WARPS)), s_sums.slice(GROUP, GROUP), b_dv)
         b_dv = add(gl.convert_layout(b_scores, operand(V, WARPS)), s_g, b_dv)
         b_dv = warpgroup_mma_wait(0, [b_dv])
         b_dv += s_ze.load(by_column(V, WARPS))[None, :]
@@ -245,12 +260,12 @@ def key_backward(
         b_dscores = gl.where(m_causal, b_dots, 0.0).to(dtype)
         b_zeros = gl.zeros([ROWS, GROUP], gl.float32, accumulator(GROUP, WARPS))
         b_grad = b_zeros + s_z.index(zero).load(by_column(GROUP, WARPS))[None, :]
-        b_grad = add(s_v, s_sums.index(zero).permute((1, 0)), b_grad)
+        b_grad = add(s_v, s_sums.slice(0, GROUP).permute((1, 0)), b_grad)
         b_grad = add(gl.convert_layout(b_dscores, operand(GROUP, WARPS)), s_phi.index(zero), b_grad)
         b_grad = warpgroup_mma_wait(0, [b_grad])
         b_one = b_grad * b_phi1.to(gl.float32)
         b_grad = b_zeros + s_z.index(zero + 1).load(by_column(GROUP, WARPS))[None, :]
-        b_grad = add(s_v, s_sums.index(zero + 1).permute((1, 0)), b_grad)
+        b_grad = add(s_v, s_sums.slice(GROUP, GROUP).permute((1, 0)), b_grad)
         b_grad = add(gl.convert_layout(b_dscores, operand(GROUP, WARPS)), s_phi.index(zero + 1), b_grad)
         b_grad = warpgroup_mma_wait(0, [b_grad])
         b_two = b_grad * b_phi2.to(gl.float32)
@@ -261,6 +276,7 @@ def key_backward(
         b_x = start(s_q.permute((1, 0)), s_narrow, D, NARROW)
         b_g = start(s_g.permute((1, 0)), s_narrow, V, NARROW)
         b_s1, b_s2, b_1, b_2, b_x, b_g = warpgroup_mma_wait(0, [b_s1, b_s2, b_1, b_2, b_x, b_g])
+        put_away(s_sums, s_phi.index(zero), b_s1, b_s2)
         # The floor acts somewhere, which is rare: what comes from it waits where features were.
         b_dmean = s_dmean.load(by_column(ROWS, WARPS))
         is_floored = gl.max(gl.abs(b_dmean), axis=0) > 0.0
@@ -268,30 +284,30 @@ def key_backward(
             b_mean = gl.where(m_causal, b_dmean[None, :], 0.0).to(dtype)
             b_rare = start(gl.convert_layout(b_mean, operand(D, WARPS)), s_q, ROWS, D)
             b_rare = warpgroup_mma_wait(0, [b_rare])
-            s_phi.index(zero).store((b_rare * (scale * KEY_SCALE)).to(dtype))
+            s_phi.index(zero + 1).store((b_rare * (scale * KEY_SCALE)).to(dtype))
         s_behind.store(s_zm.load(by_row(NARROW, WARPS)))
         add_two_columns(s_z.index(zero), b_1, 0)
         add_two_columns(s_z.index(zero + 1), b_2, 0)
         add_two_columns(s_zm, b_x, 2)
         add_two_columns(s_ze, b_g, 4)
         copy_rows(s_q, p_query, q_start - ROWS, stride_qn, N_QUERY, DIM, D)
-        copy_rows(s_v, p_value, k_start - ROWS, stride_vn, N_KEY, DV, V, p_mask)
         copy_rows(s_g, p_grad, q_start - ROWS, stride_gn, N_QUERY, DV, V)
         copy_numbers(s_inverse, p_inverse, q_start - ROWS, N_QUERY)
         copy_numbers(s_constant, p_constant, q_start - ROWS, N_QUERY)
         copy_numbers(s_dtotal, p_dtotal, q_start - ROWS, N_QUERY)
         copy_numbers(s_dmean, p_dmean, q_start - ROWS, N_QUERY)
         async_copy.commit_group()
-        b_dx = through_both(b_one, b_two, s_k, s_tiles, s_added, of_first, of_second, D)
+        b_dx = through_both(b_one, b_two, s_k, s_v, s_tiles, s_added, of_first, of_second, D)
         b_dx += (s_behind.load(by_column(D, WARPS)) * (scale * KEY_SCALE))[None, :]
         if is_floored:
-            b_dx += s_phi.index(zero).load(accumulator(D, WARPS)).to(gl.float32)
+            b_dx += s_phi.index(zero + 1).load(accumulator(D, WARPS)).to(gl.float32)
         if UNIT > 0:
             b_k = s_k.load(accumulator(D, WARPS)).to(gl.float32)
             b_dx = unit_backward(b_dx, b_k, s_factor, EPS, UNIT, DIM, D)
         if p_mask is not None:
             b_dx = gl.where(visible(k_start, N_KEY, by_row(D, WARPS), p_mask)[:, None], b_dx, 0.0)
         store_rows(p_dkey, k_start, b_dx, s_k, N_KEY, DIM, D)
+        copy_rows(s_v, p_value, k_start - ROWS, stride_vn, N_KEY, DV, V, p_mask)
         copy_rows(s_k, p_key, k_start - ROWS, stride_kn, N_KEY, DIM, D, p_mask)
         async_copy.commit_group()
     async_copy.wait_group(0)

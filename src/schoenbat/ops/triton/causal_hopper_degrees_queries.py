@@ -1,6 +1,6 @@
 """Gradients of queries of causal attention by maps of many degrees on Hopper, as `causal_hopper_degrees.read` goes.
 
-Features of the queries are formed before their gradients, which are multiplied by them; then all levels again, to divide by. Gradients are those of the scaled rows and multiplied by the scale last. Names are those of `hopper`.
+Sums are put away before the levels of queries are formed, to multiply and then to divide by: in registers there is no room for both. Gradients are those of the scaled rows and multiplied by the scale last. Names are those of `hopper`.
 """
 
 from triton.experimental import gluon
@@ -14,13 +14,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from schoenbat.ops.triton.causal_hopper import keys_seen
 from schoenbat.ops.triton.causal_hopper_degrees import (
     LENGTHS,
-    add_features,
     both_features,
     in_two,
     shared_ones,
     tiles_of_sums,
     vectors_of_sums,
-    weighted,
 )
 from schoenbat.ops.triton.causal_hopper_narrow import size_of_sums, two_vectors
 from schoenbat.ops.triton.degrees_hopper import (
@@ -39,7 +37,7 @@ from schoenbat.ops.triton.degrees_hopper import (
     two_levels,
     zeros,
 )
-from schoenbat.ops.triton.degrees_hopper_backward import both_backward
+from schoenbat.ops.triton.degrees_hopper_backward import packed_backward, products_backward
 from schoenbat.ops.triton.hopper import (
     NARROW,
     accumulator,
@@ -58,6 +56,7 @@ from schoenbat.ops.triton.hopper import (
     shared_tile,
     shared_tiles,
     shared_vector,
+    split_in_two,
     start,
     store_rows,
     unit_backward,
@@ -70,9 +69,10 @@ def load_rows(p, start_row, N, C: gl.constexpr, COLUMNS: gl.constexpr):
     """A tile of a contiguous matrix in registers; zeros where there are no rows."""
     layout: gl.constexpr = in_memory(COLUMNS, WARPS)
     m_n = visible(start_row, N, gl.SliceLayout(1, layout))
+    stride = anew(C // 8) * 8
     o_n = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     o_c = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
-    p = p + gl.to_tensor(start_row).to(gl.int64) * C + (o_n[:, None] * C + o_c[None, :])
+    p = p + gl.to_tensor(start_row).to(gl.int64) * stride + (o_n[:, None] * stride + o_c[None, :])
     return gl.load(p, mask=m_n[:, None] & (o_c[None, :] < C), other=0.0)
 
 
@@ -87,27 +87,59 @@ def weigh_gradient(s_g, b_out, s_inverse, V: gl.constexpr):
 
 
 @gluon.jit
-def features_of_both(s_x, s_tiles, s_added, s_weights, scale, of_first, of_second):
-    """The features of both groups in registers, of 16 bits; products that are divided again are formed without `full`."""
-    dtype: gl.constexpr = s_x.dtype
+def second_of_both(s_x, s_tiles, s_added, of_second):
+    """The products of the second group, which are divided again; the factors of the first group's last features."""
     middle, narrow, _ = of_second
-    b_two = products(s_x, s_tiles, s_added.index(1), middle, narrow)
+    b_product = products(s_x, s_tiles, s_added.index(1), middle, narrow)
     b_first, b_second = two_levels(s_x, s_tiles, s_added.index(1), anew(narrow), narrow - middle)
-    b_two, b_last = times_packed(b_two, b_first, b_second)
-    b_two = weighted(b_two, s_weights.index(1), scale, dtype)
-    b_one = times_last(products(s_x, s_tiles, s_added.index(0), 0, of_first[0]), b_last)
-    return weighted(b_one, s_weights.index(0), scale, dtype), b_two
+    return times_packed(b_product, b_first, b_second)
 
 
 @gluon.jit
-def through_both(b_one, b_two, s_x, s_tiles, s_added, of_first, of_second, D: gl.constexpr):
-    """The gradient of rows; of both groups the gradients of their products, times these."""
+def first_of_both(s_x, s_tiles, s_added, b_last, of_first):
+    """Those of the first group."""
+    return times_last(products(s_x, s_tiles, s_added.index(0), 0, of_first[0]), b_last)
+
+
+@gluon.jit
+def times_products(b_one, b_two, s_x, s_tiles, s_added, s_weights, of_first, of_second):
+    """Gradients of features become those of products, times these; but for a scale."""
+    layout: gl.constexpr = by_column(GROUP, WARPS)
+    b_product, b_last = second_of_both(s_x, s_tiles, s_added, of_second)
+    b_two *= b_product * s_weights.index(1).load(layout)[None, :]
+    b_product = first_of_both(s_x, s_tiles, s_added, b_last, of_first)
+    return b_one * (b_product * s_weights.index(0).load(layout)[None, :]), b_two
+
+
+@gluon.jit
+def through_both(b_one, b_two, s_x, s_free, s_tiles, s_added, of_first, of_second, D: gl.constexpr):
+    """The gradient of rows; of both groups the gradients of their products, times these. Those of one wait in a free tile."""
     short, middle, narrow = of_first[0], of_second[0], of_second[1]
     b_first, b_second = two_levels(s_x, s_tiles, s_added.index(1), anew(narrow), narrow - middle)
     b_dx = gl.zeros([ROWS, D], gl.float32, accumulator(D, WARPS))
-    return both_backward(
-        b_dx, b_one, b_two, b_first, b_second, s_x, s_tiles, s_added, short, middle, narrow, D
-    )
+    b_dx = packed_backward(b_dx, b_one, b_two, b_first, b_second, s_tiles, anew(narrow), D)
+    s_free.store(b_one.to(s_free.dtype))
+    b_dx = products_backward(b_dx, b_two, s_x, s_tiles, s_added.index(1), middle, narrow, D)
+    b_one = s_free.load(accumulator(GROUP, WARPS)).to(gl.float32)
+    return products_backward(b_dx, b_one, s_x, s_tiles, s_added.index(0), 0, short, D)
+
+
+@gluon.jit
+def put_away(s_high, s_low, b_s1, b_s2):
+    """Store both sums, each as two numbers of 16 bits: the first is what products read."""
+    b_high, b_low = split_in_two(b_s1, s_high.dtype)
+    s_high.slice(0, GROUP).store(b_high)
+    s_low.slice(0, GROUP).store(b_low)
+    b_high, b_low = split_in_two(b_s2, s_high.dtype)
+    s_high.slice(GROUP, GROUP).store(b_high)
+    s_low.slice(GROUP, GROUP).store(b_low)
+
+
+@gluon.jit
+def take_up(s_high, s_low, FIRST: gl.constexpr, V: gl.constexpr):
+    """A sum that was put away."""
+    b_high = s_high.slice(FIRST, GROUP).load(flat(V)).to(gl.float32)
+    return b_high + s_low.slice(FIRST, GROUP).load(flat(V)).to(gl.float32)
 
 
 @gluon.jit
@@ -166,12 +198,13 @@ def query_backward(
     m_v, m_g = shared_tile(dtype, ROWS, V), shared_tile(dtype, ROWS, V)
     s_inverse, s_constant, s_slope = shared_vector(ROWS), shared_vector(ROWS), shared_vector(ROWS)
     s_phi, m_ones = shared_tiles(dtype, 2, ROWS, GROUP), shared_ones(dtype)
-    s_sums, m_zv, s_factor = (
-        shared_tiles(dtype, 2, GROUP, V),
+    m_sums, m_zv, s_factor = (
+        shared_tile(dtype, 2 * GROUP, V),
         shared_tile(dtype, V, NARROW),
         shared_vector(ROWS),
     )
     b_s1, b_s2 = tiles_of_sums(p_sums, 0, i_segment, D, V)
+    put_away(m_sums.index(0), s_phi.index(0), b_s1, b_s2)
     s_z, s_zk, s_zv = shared_vectors_of_sums(p_sums, 0, i_segment, D, V)
     o_q, o_k = gl.arange(0, ROWS, by_row(ROWS, WARPS)), gl.arange(0, ROWS, by_column(ROWS, WARPS))
     b_dscale = gl.zeros([ROWS], gl.float32, by_row(D, WARPS))
@@ -180,12 +213,12 @@ def query_backward(
     num_here = gl.minimum(TILES, NUM_TILES - first)
     q_start, k_start = first * ROWS - FIRST_QUERY, first * ROWS - FIRST_KEY
     copy_rows(m_k.index(0), p_key, k_start, stride_kn, N_KEY, DIM, D, p_mask)
-    copy_rows(m_v.index(0), p_value, k_start, stride_vn, N_KEY, DV, V, p_mask)
     copy_rows(m_g.index(0), p_grad, q_start, stride_gn, N_QUERY, DV, V)
     copy_numbers(s_inverse, p_inverse, q_start, N_QUERY)
     copy_numbers(s_constant, p_constant, q_start, N_QUERY)
     copy_numbers(s_slope, p_slope, q_start, N_QUERY)
     async_copy.commit_group()
+    copy_rows(m_v.index(0), p_value, k_start, stride_vn, N_KEY, DV, V, p_mask)
     copy_rows(m_q.index(0), p_query, q_start, stride_qn, N_QUERY, DIM, D)
     async_copy.commit_group()
     for i in range(num_here):
@@ -195,20 +228,17 @@ def query_backward(
         i_tile = first + i
         q_start, k_start = i_tile * ROWS - FIRST_QUERY, i_tile * ROWS - FIRST_KEY
         b_out = load_rows(p_out, q_start, N_QUERY, DV, V)
-        s_sums.index(zero).store(b_s1.to(dtype))
-        s_sums.index(zero + 1).store(b_s2.to(dtype))
+        s_sums = m_sums.index(zero)
+        b_s1, b_s2 = take_up(s_sums, s_phi.index(zero), 0, V), take_up(s_sums, s_phi.index(zero), GROUP, V)
         b_before = zeros(NARROW) + s_zv.load(gl.SliceLayout(1, flat(NARROW)))[:, None]
         m_zv.index(zero).store(in_two(b_before, dtype))
-        async_copy.wait_group(1)  # all but the queries
+        async_copy.wait_group(1)  # all but queries and values
         make_unit(s_k, EPS, UNIT, DIM, D)
         fence_async_shared()
         both_features(s_phi, s_k, s_tiles, s_added, s_weights, KEY_SCALE, of_first, of_second, zero)
         b_along_out = weigh_gradient(s_g, b_out, s_inverse, V)
         async_copy.wait_group(0)
-        make_unit(s_q, EPS, UNIT, DIM, D, s_factor)
         fence_async_shared()
-        # Without the last scale: see below.
-        b_phi1, b_phi2 = features_of_both(s_q, s_tiles, s_added, s_query_weights, 1.0, of_first, of_second)
 
         # ⟨grad, value⟩ for all pairs; its sums are ⟨grad, mean value⟩.
         b_dots = start(s_g, s_v.permute((1, 0)), ROWS, ROWS)
@@ -228,24 +258,28 @@ def query_backward(
         b_dscores = gl.where(m_causal, b_dots + b_dtotal[:, None], 0.0).to(dtype)
         b_dtotal = gl.convert_layout(b_dtotal, by_row(GROUP, WARPS))
 
-        b_grad = b_dtotal[:, None] * s_z.index(zero).load(by_column(GROUP, WARPS))[None, :]
-        b_grad = add(s_g, s_sums.index(zero).permute((1, 0)), b_grad)
-        b_grad = add(gl.convert_layout(b_dscores, operand(GROUP, WARPS)), s_phi.index(zero), b_grad)
-        b_grad = warpgroup_mma_wait(0, [b_grad])
-        b_one = b_grad * b_phi1.to(gl.float32)
-        b_grad = b_dtotal[:, None] * s_z.index(zero + 1).load(by_column(GROUP, WARPS))[None, :]
-        b_grad = add(s_g, s_sums.index(zero + 1).permute((1, 0)), b_grad)
-        b_grad = add(gl.convert_layout(b_dscores, operand(GROUP, WARPS)), s_phi.index(zero + 1), b_grad)
-        b_grad = warpgroup_mma_wait(0, [b_grad])
-        b_two = b_grad * b_phi2.to(gl.float32)
+        b_one = b_dtotal[:, None] * s_z.index(zero).load(by_column(GROUP, WARPS))[None, :]
+        b_one = add(s_g, s_sums.slice(0, GROUP).permute((1, 0)), b_one)
+        b_one = add(gl.convert_layout(b_dscores, operand(GROUP, WARPS)), s_phi.index(zero), b_one)
+        b_one = warpgroup_mma_wait(0, [b_one])
+        b_two = b_dtotal[:, None] * s_z.index(zero + 1).load(by_column(GROUP, WARPS))[None, :]
+        b_two = add(s_g, s_sums.slice(GROUP, GROUP).permute((1, 0)), b_two)
+        b_two = add(gl.convert_layout(b_dscores, operand(GROUP, WARPS)), s_phi.index(zero + 1), b_two)
+        b_two = warpgroup_mma_wait(0, [b_two])
 
+        # What is added to vectors first, so that few results are at work at a time.
         s_ones = m_ones.index(zero)
-        b_s1, b_s2, b_1, b_2 = add_features(
-            b_s1, b_s2, zeros(NARROW), zeros(NARROW), s_phi, s_v, s_ones, zero
-        )
-        b_x = start(s_k.permute((1, 0)), s_ones, D, NARROW)
+        b_1 = start(s_phi.index(zero).permute((1, 0)), s_ones, GROUP, NARROW)
+        b_2 = start(s_phi.index(zero + 1).permute((1, 0)), s_ones, GROUP, NARROW)
         b_v = start(s_v.permute((1, 0)), s_ones, V, NARROW)
-        b_s1, b_s2, b_1, b_2, b_x, b_v = warpgroup_mma_wait(0, [b_s1, b_s2, b_1, b_2, b_x, b_v])
+        b_1, b_2, b_v = warpgroup_mma_wait(0, [b_1, b_2, b_v])
+        add_column(s_z.index(zero), b_1)
+        add_column(s_z.index(zero + 1), b_2)
+        add_column(s_zv, b_v)
+        b_s1 = add(s_phi.index(zero).permute((1, 0)), s_v, b_s1)
+        b_s2 = add(s_phi.index(zero + 1).permute((1, 0)), s_v, b_s2)
+        b_s1, b_s2 = warpgroup_mma_wait(0, [b_s1, b_s2])
+        put_away(s_sums, s_phi.index(zero), b_s1, b_s2)
         # The floor acts somewhere, which is rare: what comes from it waits where features were.
         is_floored = gl.max(gl.abs(b_dmean), axis=0) > 0.0
         if is_floored:
@@ -254,21 +288,22 @@ def query_backward(
             b_rare = warpgroup_mma_wait(0, [b_rare])
             b_mean = gl.convert_layout(b_dmean, by_row(D, WARPS))
             b_rare += b_mean[:, None] * s_zk.load(by_column(D, WARPS))[None, :]
-            s_phi.index(zero).store((b_rare * KEY_SCALE).to(dtype))
-        add_column(s_z.index(zero), b_1)
-        add_column(s_z.index(zero + 1), b_2)
-        add_column(s_zk, b_x)
-        add_column(s_zv, b_v)
+            s_phi.index(zero + 1).store((b_rare * KEY_SCALE).to(dtype))
+        add_column(s_zk, warpgroup_mma_wait(0, [start(s_k.permute((1, 0)), s_ones, D, NARROW)]))
         copy_rows(s_k, p_key, k_start + ROWS, stride_kn, N_KEY, DIM, D, p_mask)
-        copy_rows(s_v, p_value, k_start + ROWS, stride_vn, N_KEY, DV, V, p_mask)
         copy_rows(s_g, p_grad, q_start + ROWS, stride_gn, N_QUERY, DV, V)
         copy_numbers(s_inverse, p_inverse, q_start + ROWS, N_QUERY)
         copy_numbers(s_constant, p_constant, q_start + ROWS, N_QUERY)
         copy_numbers(s_slope, p_slope, q_start + ROWS, N_QUERY)
         async_copy.commit_group()
-        b_dx = through_both(b_one, b_two, s_q, s_tiles, s_added, of_first, of_second, D)
+        make_unit(s_q, EPS, UNIT, DIM, D, s_factor)
+        fence_async_shared()
+        b_one, b_two = times_products(
+            b_one, b_two, s_q, s_tiles, s_added, s_query_weights, of_first, of_second
+        )
+        b_dx = through_both(b_one, b_two, s_q, s_v, s_tiles, s_added, of_first, of_second, D)
         if is_floored:
-            b_dx += s_phi.index(zero).load(accumulator(D, WARPS)).to(gl.float32)
+            b_dx += s_phi.index(zero + 1).load(accumulator(D, WARPS)).to(gl.float32)
 
         # b_dx is the gradient of scale · query, on which alone everything depends.
         b_q = s_q.load(accumulator(D, WARPS)).to(gl.float32)
@@ -277,6 +312,7 @@ def query_backward(
         if UNIT > 0:
             b_dx = unit_backward(b_dx, b_q, s_factor, EPS, UNIT, DIM, D)
         store_rows(p_dquery, q_start, b_dx, s_q, N_QUERY, DIM, D)
+        copy_rows(s_v, p_value, k_start + ROWS, stride_vn, N_KEY, DV, V, p_mask)
         copy_rows(s_q, p_query, q_start + ROWS, stride_qn, N_QUERY, DIM, D)
         async_copy.commit_group()
     async_copy.wait_group(0)

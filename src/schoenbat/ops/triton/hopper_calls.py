@@ -38,9 +38,10 @@ def _has_both(queries: int, keys: int) -> bool:
 
 
 def may_take_causal_degrees(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether causal attention by many degrees has kernels of its own, if `takes_causal_degrees` says so too.
+    """Whether causal attention by many degrees has kernels of its own, for maps of few tiles.
 
-    It is asked before the map is laid out, of tensors that may be fake: not where they begin in memory.
+    It is asked before the map is laid out (then see `takes_causal_degrees`), and of tensors that may be fake:
+    not where they begin in memory.
     """
     fits = all(padded(x.shape[-1]) == 64 and not x.shape[-1] % _ALIGNED for x in (query, value))
     fits = fits and query.dtype == torch.bfloat16 and _has_both(query.shape[-2], key.shape[-2])

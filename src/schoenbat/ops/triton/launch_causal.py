@@ -171,7 +171,7 @@ def attend(
 
 
 def _go_in_one_pass(shape: Shape, plan: Plan, rows: Sequence[Tensor]) -> bool:
-    """Whether Hopper's own kernels take a call; of wide groups no others do, and only such calls have any."""
+    """Whether Hopper's own kernels take a call; wide groups only such calls have, and no other kernels."""
     if not plan.is_wide:
         return takes_pairs(shape, plan, rows)
     if not has_kernels(rows[0].device):
