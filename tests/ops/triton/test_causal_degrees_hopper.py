@@ -127,6 +127,13 @@ def test_long_sequences_on_a_gpu(length):
     assert_close_to_specification(draw_map(), tensors, torch.linspace(0.5, 2.0, 4), "eager", **options)
 
 
+def assert_gradients_of_squares(inputs, features):
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    rmfa(*exact, features, is_causal=True, implementation="reference").square().sum().backward()
+    for got, right in zip(inputs, exact, strict=True):
+        assert (got.grad.double() - right.grad).norm() < 3e-2 * right.grad.norm()
+
+
 def test_rows_and_gradients_may_begin_anywhere():
     """As parts of a flat tensor do: contiguous, and not aligned."""
     features, given = draw_map(), draw(140, 140)
@@ -137,7 +144,14 @@ def test_rows_and_gradients_may_begin_anywhere():
     others = torch.zeros(3, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
     out = rmfa(*inputs, features, is_causal=True, implementation="triton")
     torch.cat([others, out.flatten()]).square().sum().backward()
-    exact = [x.detach().double().requires_grad_() for x in inputs]
-    rmfa(*exact, features, is_causal=True, implementation="reference").square().sum().backward()
-    for got, right in zip(inputs, exact, strict=True):
-        assert (got.grad.double() - right.grad).norm() < 3e-2 * right.grad.norm()
+    assert_gradients_of_squares(inputs, features)
+
+
+def test_compiled_calls_take_these_kernels():
+    """In one graph, for all lengths; the map is laid out while it is traced."""
+    features, given = draw_map(), draw(140, 140)
+    inputs = [x.to(DEVICE).requires_grad_() for x in given]
+    attention = partial(rmfa, features=features, is_causal=True, implementation="triton")
+    compiled = torch.compile(attention, fullgraph=True, dynamic=True, backend="aot_eager")
+    compiled(*inputs).square().sum().backward()
+    assert_gradients_of_squares(inputs, features)
