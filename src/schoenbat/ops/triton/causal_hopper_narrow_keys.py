@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from schoenbat.ops.triton.causal_hopper import LENGTHS
+from schoenbat.ops.triton.causal_hopper_keys import over_denominator
 from schoenbat.ops.triton.causal_hopper_narrow import (
     add_features,
     features,
@@ -64,12 +65,6 @@ def by_all_rows(s_vector, COLUMNS: gl.constexpr, dtype: gl.constexpr):
     return (gl.zeros([BLOCK, BLOCK], gl.float32, layout) + b_vector[None, :]).to(dtype)
 
 
-@gluon.jit
-def multiply_vectors(s_to, s_a, s_b):
-    layout: gl.constexpr = by_row(NARROW)
-    s_to.store(s_a.load(layout) * s_b.load(layout))
-
-
 @gluon.jit(do_not_specialize=LENGTHS)
 def sum_queries(
     p_query, p_scale, p_grad, p_inverse, p_constant, p_dtotal, p_dmean, p_sums,
@@ -116,7 +111,7 @@ def sum_queries(
             make_unit(s_q, EPS, UNIT, DIM, D)
             store_multiplied(s_weighted, s_g, s_inverses.index(here), V)
             s_narrow.store(in_two_columns(s_dtotals.index(here).load(by_row(NARROW)), dtype, 0))
-            multiply_vectors(s_constant_weight, s_constants.index(here), s_inverses.index(here))
+            s_constant_weight.store(over_denominator(s_constants.index(here), s_inverses.index(here)))
             fence_async_shared()
             store_features(s_phi, s_q, s_map, s_query_weights, scale, zero, D, F)
             b_e = by_all_rows(s_constant_weight, V, dtype)
@@ -218,7 +213,7 @@ def key_backward(
         make_unit(s_k, EPS, UNIT, DIM, D, s_factor)
         store_multiplied(s_weighted, s_g, s_inverse, V)
         s_narrow.store(in_two_columns(s_dtotal.load(by_row(NARROW)), dtype, 0))
-        multiply_vectors(s_constant_weight, s_constant, s_inverse)
+        s_constant_weight.store(over_denominator(s_constant, s_inverse))
         fence_async_shared()
 
         b_dots = warpgroup_mma_wait(0, [start(s_v, s_weighted.permute((1, 0)), BLOCK, BLOCK)])
