@@ -32,7 +32,6 @@ def passes(request, monkeypatch):
         degrees_hopper_backward,
         hopper,
         hopper_calls,
-        launch_causal,
         launch_hopper,
     )
 
@@ -42,8 +41,7 @@ def passes(request, monkeypatch):
         own = causal_hopper_degrees, causal_hopper_degrees_queries, causal_hopper_degrees_keys
         others = causal_hopper, causal_hopper_keys, causal_hopper_narrow
         emulate(monkeypatch, [hopper, degrees_hopper, degrees_hopper_backward, *others, *own])
-        for module in (hopper_calls, launch_causal):
-            monkeypatch.setattr(module, "has_kernels", lambda device: True)
+        monkeypatch.setattr(hopper_calls, "has_kernels", lambda device: True)
     monkeypatch.setattr(launch_hopper, "_PROGRAMS", 2 if request.param == "one segment" else 10_000)
     run = recorded(monkeypatch, launch_hopper, ("attend", "attend_backward"))
     yield

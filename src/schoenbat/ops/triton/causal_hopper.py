@@ -176,7 +176,7 @@ def sum_keys(
         )
         b_z1, b_z2, b_zv = b_z1 + row_sums(b_1), b_z2 + row_sums(b_2), b_zv + row_sums(b_v)
     async_copy.wait_group(0)
-    i_out = (i_bh * SEGMENTS + i_segment).to(gl.int64)
+    i_out = (i_bh * (SEGMENTS - 1) + i_segment).to(gl.int64)
     store_sums(p_sums + i_out * size_of_sums(D, F, V), b_s1, b_s2, b_z1, b_z2, b_zv, D, F, V)
 
 
@@ -245,7 +245,7 @@ def read(
     p_value = at_head(p_value, i_b, i_h // GROUPS, stride_vb, stride_vh)
     if p_mask is not None:
         p_mask += i_b.to(gl.int64) * N_KEY
-    p_sums += (i_bh // GROUPS).to(gl.int64) * SEGMENTS * size_of_sums(D, F, V)
+    p_sums += (i_bh // GROUPS).to(gl.int64) * (SEGMENTS - 1) * size_of_sums(D, F, V)
     i_out = i_bh.to(gl.int64) * N_QUERY
     scale = gl.load(p_scale + i_h)
     constant = gl.load(p_coefficients + 3 * i_map)

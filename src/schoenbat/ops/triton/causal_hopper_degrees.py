@@ -197,7 +197,7 @@ def sum_keys(
         b_x, b_v = add(s_k.permute((1, 0)), s_ones, b_x), add(s_v.permute((1, 0)), s_ones, b_v)
         b_s1, b_s2, b_z1, b_z2, b_x, b_v = warpgroup_mma_wait(0, [b_s1, b_s2, b_z1, b_z2, b_x, b_v])
     async_copy.wait_group(0)
-    p_sums += (i_bh * SEGMENTS + i_segment).to(gl.int64) * size_of_sums(D, GROUP, V)
+    p_sums += (i_bh * (SEGMENTS - 1) + i_segment).to(gl.int64) * size_of_sums(D, GROUP, V)
     store_sums(p_sums, b_s1, b_s2, column(b_z1, 0), column(b_z2, 0), column(b_x, 0), column(b_v, 0), D, V)
 
 
@@ -218,7 +218,7 @@ def read(
     p_value = at_head(p_value, i_b, i_h // GROUPS, stride_vb, stride_vh)
     if p_mask is not None:
         p_mask += i_b.to(gl.int64) * N_KEY
-    p_sums += (i_bh // GROUPS).to(gl.int64) * SEGMENTS * size_of_sums(D, GROUP, V)
+    p_sums += (i_bh // GROUPS).to(gl.int64) * (SEGMENTS - 1) * size_of_sums(D, GROUP, V)
     i_out = i_bh.to(gl.int64) * N_QUERY
     scale = gl.load(p_scale + i_h)
     constant = gl.load(p_coefficients + 3 * i_map)

@@ -82,7 +82,7 @@ def query_backward(
     p_value = at_head(p_value, i_b, i_h // GROUPS, stride_vb, stride_vh)
     if p_mask is not None:
         p_mask += i_b.to(gl.int64) * N_KEY
-    p_sums += (i_bh // GROUPS).to(gl.int64) * SEGMENTS * size_of_sums(D, F, V)
+    p_sums += (i_bh // GROUPS).to(gl.int64) * (SEGMENTS - 1) * size_of_sums(D, F, V)
     i_row = i_bh.to(gl.int64) * N_QUERY
     p_inverse, p_constant, p_slope = p_inverse + i_row, p_constant + i_row, p_slope + i_row
     p_dtotal, p_dmean = p_dtotal + i_row, p_dmean + i_row

@@ -19,22 +19,33 @@ MOST_TILES = 17
 MOST_CAUSAL_TILES = 12
 
 
-def takes_pairs(shape: Shape, plan: Plan, rows: Sequence[Tensor]) -> bool:
+def takes_pairs(shape: Shape, plan: Plan, query: Tensor, key: Tensor) -> bool:
     """Whether a map has identity features, and about as many pairs as causal kernels have room for.
 
-    They go through all positions, whether there are queries, or keys, or both: rows are query, key and value.
+    They go through all positions, whether there are queries, or keys, or both. Tensors may be fake: it is not
+    asked where they begin in memory, nor by which steps they go.
     """
     # Of narrow heads, identity features and pairs are two groups of 64 together.
     pairs = plan.monomials - shape.dim
     fits = pairs <= 96 if is_narrow(shape) else plan.num_groups * plan.group == shape.block_d
     fits = fits and plan.identity and plan.quadratic == 1 and plan.group == 64
-    fits = fits and _has_both(rows[0].shape[-2], rows[1].shape[-2])
-    return fits and _takes(shape, rows, (32, 64, 128))
+    fits = fits and _has_both(query.shape[-2], key.shape[-2])
+    fits = fits and not shape.dim % _ALIGNED and not shape.value_dim % _ALIGNED
+    return fits and _fits(shape, (32, 64, 128)) and has_kernels(query.device)
 
 
 def _has_both(queries: int, keys: int) -> bool:
     """Whether there are queries and keys at most positions."""
     return 0 < max(queries, keys) <= 2 * min(queries, keys)
+
+
+def goes_in_one_pass(shape: Shape, plan: Plan, query: Tensor, key: Tensor) -> bool:
+    """Whether Hopper's own causal kernels take a call; wide groups only such calls have, and no other kernels."""
+    if not plan.is_wide:
+        return takes_pairs(shape, plan, query, key)
+    if not has_kernels(query.device):
+        raise ValueError(f"the map is laid out for Hopper's kernels, which {query.device} has not")
+    return True
 
 
 def may_take_causal_degrees(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -64,9 +75,12 @@ def takes_degrees(shape: Shape, plan: Plan, rows: Sequence[Tensor]) -> bool:
 
 
 def _takes(shape: Shape, rows: Sequence[Tensor], blocks: tuple[int, ...]) -> bool:
+    return _fits(shape, blocks) and all(is_aligned(x) for x in rows) and has_kernels(rows[0].device)
+
+
+def _fits(shape: Shape, blocks: tuple[int, ...]) -> bool:
     """Whether heads are of a width that there are kernels for, in bfloat16."""
-    fits = shape.block_d == shape.block_v and shape.block_d in blocks and shape.dtype == torch.bfloat16
-    return fits and all(is_aligned(x) for x in rows) and has_kernels(rows[0].device)
+    return shape.block_d == shape.block_v and shape.block_d in blocks and shape.dtype == torch.bfloat16
 
 
 def is_narrow(shape: Shape) -> bool:

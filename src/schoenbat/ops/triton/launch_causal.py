@@ -9,7 +9,7 @@ from torch import Tensor
 
 from schoenbat.ops.triton import causal, causal_keys, causal_sums, launch_hopper
 from schoenbat.ops.triton.call import Shape, Unit, as_rows, cdiv, flat, map_arguments, per_map
-from schoenbat.ops.triton.hopper_calls import has_kernels, takes_pairs
+from schoenbat.ops.triton.hopper_calls import goes_in_one_pass
 from schoenbat.ops.triton.launch import split, sum_rows
 from schoenbat.ops.triton.plan import Plan
 from schoenbat.ops.triton.state import empty_state, lay_out, roots, take_out
@@ -123,7 +123,7 @@ def attend(
     key_scale: float,
     unit: Unit,
 ) -> list[Tensor]:
-    """Outputs, and for each row three values that the backward pass starts from.
+    """Outputs, and what the backward pass starts from: of each row three values; sums, if Hopper's kernels ran.
 
     With a mask, `seen` is what `keys_seen` gives.
     A sequence goes on from the four sums of a `state` of `count` keys, or (with none and None) from nothing.
@@ -131,7 +131,7 @@ def attend(
     shape = Shape.of(query, value)
     q, k, v = as_rows(query), as_rows(key), as_rows(value)
     _seen(seen, mask, k)
-    if count is None and q.numel() and k.numel() and _go_in_one_pass(shape, plan, (q, k, v)):
+    if count is None and q.numel() and k.numel() and goes_in_one_pass(shape, plan, q, k):
         small = plan, coefficients, query_scale, key_scale, unit
         return launch_hopper.attend(query, key, value, mask, seen, *small)
     axis = Axis.of(q.shape[-2], k.shape[-2], shape, plan)
@@ -167,16 +167,7 @@ def attend(
             CHUNK=axis.chunk,
             **shape.constants(plan, causal_tiles_of_read(axis.tiles, plan)),
         )
-    return [out, *by_row]
-
-
-def _go_in_one_pass(shape: Shape, plan: Plan, rows: Sequence[Tensor]) -> bool:
-    """Whether Hopper's own kernels take a call; wide groups only such calls have, and no other kernels."""
-    if not plan.is_wide:
-        return takes_pairs(shape, plan, rows)
-    if not has_kernels(rows[0].device):
-        raise ValueError(f"the map is laid out for Hopper's kernels, which {rows[0].device} has not")
-    return True
+    return [out, *by_row, q.new_empty(0, dtype=torch.float32)]
 
 
 def attend_backward(
@@ -200,16 +191,16 @@ def attend_backward(
 
     Then what those of a `trained` map start from: see `launch_map`.
 
-    The sums over keys are formed again: kept, they would take as much memory as query and key together or
-    more, in every layer of a model.
+    The sums over keys are formed again, but for the few of Hopper's kernels: kept, they would take as much
+    memory as query and key together or more, in every layer of a model.
     """
-    shape, out, (inverse, constant, slope) = Shape.of(query, value), as_rows(saved[0]), saved[1:]
+    shape, out, (inverse, constant, slope) = Shape.of(query, value), as_rows(saved[0]), saved[1:4]
     q, k, v, g = as_rows(query), as_rows(key), as_rows(value), as_rows(grad.to(query.dtype))
     axis, heads = Axis.of(q.shape[-2], k.shape[-2], shape, plan), q.shape[0] * q.shape[1]
     if not q.numel():
         to_state = [] if count is None else [x.zero_() for x in empty_state(query, value, plan)]
         return [*(torch.zeros_like(x) for x in (query, key, value, query_scale)), *to_state], [], []
-    if count is None and not trained and k.numel() and _go_in_one_pass(shape, plan, (q, k, v)):
+    if count is None and not trained and k.numel() and goes_in_one_pass(shape, plan, q, k):
         inputs = grad, query, key, value, mask, seen, saved
         to_query, *to_rows, to_scale = launch_hopper.attend_backward(
             *inputs, plan, coefficients, query_scale, key_scale, unit

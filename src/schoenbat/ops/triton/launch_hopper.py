@@ -33,11 +33,8 @@ class Segments(NamedTuple):
 
     @classmethod
     def of(cls, queries: int, keys: int, heads: int, shape: Shape, plan: Plan) -> "Segments":
-        programs = _PROGRAMS // 2 if _is_alone(shape, plan) else _PROGRAMS
-        rows = _BLOCK if plan.identity else _ROWS_OF_DEGREES
-        num_tiles = max(1, cdiv(max(queries, keys), rows))
-        most = max(_FEW_SEGMENTS, num_tiles // _TILES_EACH)
-        each = cdiv(num_tiles, max(1, min(num_tiles, most, programs // heads)))
+        num_tiles, most = _tiles_and_segments(queries, keys, heads, shape, plan)
+        each = cdiv(num_tiles, most)
         return cls(queries, keys, each, cdiv(num_tiles, each), num_tiles)
 
     @property
@@ -94,6 +91,29 @@ def _sizes_of_sums(shape: Shape, plan: Plan) -> tuple[int, int]:
     return size, size + shape.block_d
 
 
+def _tiles_and_segments(queries: int, keys: int, heads: int, shape: Shape, plan: Plan) -> tuple[int, int]:
+    """How many tiles there are, and at most how many segments.
+
+    Without a branch: to a compiler lengths may be symbols.
+    """
+    programs = _PROGRAMS // 2 if _is_alone(shape, plan) else _PROGRAMS
+    rows = _BLOCK if plan.identity else _ROWS_OF_DEGREES
+    num_tiles = torch.sym_max(1, cdiv(torch.sym_max(queries, keys), rows))
+    most = torch.sym_max(_FEW_SEGMENTS, num_tiles // _TILES_EACH)
+    return num_tiles, torch.sym_max(1, torch.sym_min(torch.sym_min(num_tiles, most), programs // heads))
+
+
+def empty_sums(query: Tensor, key: Tensor, shape: Shape, plan: Plan) -> Tensor:
+    """Room for the sums over keys of each segment but the last, by key head; rows are `as_rows` of a call.
+
+    It is little, whatever the length: at most 9 MB where heads have up to 64 channels, else 18. Tensors may be fake.
+    """
+    heads, key_heads = query.shape[0] * query.shape[1], key.shape[0] * key.shape[1]
+    _, segments = _tiles_and_segments(query.shape[-2], key.shape[-2], heads, shape, plan)
+    size = _sizes_of_sums(shape, plan)[0]
+    return key.new_empty(key_heads * (segments - 1) * size, dtype=torch.float32)
+
+
 def constants(shape: Shape, plan: Plan, heads: int, unit: Unit) -> dict[str, Any]:
     """What kernels are compiled for."""
     own = {"GROUPS": shape.groups, "num_warps": 8 if _is_alone(shape, plan) else 4}
@@ -117,21 +137,21 @@ def _aligned(x: Tensor) -> Tensor:
     return x if is_aligned(x) else x.clone(memory_format=torch.contiguous_format)
 
 
-def _sums_of_keys(
+def _sum_keys(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
+    sums: Tensor,
     shape: Shape,
     plan: Plan,
     axis: Segments,
     key_scale: float,
     unit: Unit,
-) -> Tensor:
-    """The sums over each segment of keys; nothing where there is one."""
+) -> None:
+    """The sums over each segment of keys, into `sums`."""
     heads = k.shape[0] * k.shape[1]
     if axis.number == 1:
-        return plan.root_weight
-    sums = k.new_empty(heads, axis.number, _sizes_of_sums(shape, plan)[0], dtype=torch.float32)
+        return
     shared = constants(shape, plan, k.shape[1], unit)
     del shared["GROUPS"]
     Kernels.of(shape, plan).sum_keys[((axis.number - 1) * heads,)](
@@ -139,7 +159,6 @@ def _sums_of_keys(
         *(axis.keys, axis.first_key, axis.tiles_each, axis.number, key_scale, unit.eps, *_map(plan)),
         **shared,
     )
-    return sums
 
 
 def attend(
@@ -161,13 +180,14 @@ def attend(
     axis = Segments.of(q.shape[-2], k.shape[-2], heads, shape, plan)
     out = query.new_empty(*query.shape[:-1], shape.value_dim)
     by_row = [q.new_empty(q.shape[:-1], dtype=torch.float32) for _ in range(3)]
-    sums = _sums_of_keys(k, v, mask, shape, plan, axis, key_scale, unit)
+    sums = empty_sums(q, k, shape, plan)
+    _sum_keys(k, v, mask, sums, shape, plan, axis, key_scale, unit)
     Kernels.of(shape, plan).read[(axis.number * heads,)](
         *(q, k, v, mask_bytes(mask), seen, query_scale, per_map(coefficients, plan), sums, out, *by_row),
         *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *axis.whole, key_scale, unit.eps, *_map(plan)),
         **constants(shape, plan, q.shape[1], unit),
     )
-    return [out, *by_row]
+    return [out, *by_row, sums]
 
 
 def attend_backward(
@@ -185,14 +205,13 @@ def attend_backward(
     unit: Unit,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of query, of key and value by query head, and of the scale by segment."""
-    shape, out, (inverse, constant, slope) = Shape.of(query, value), as_rows(saved[0]), saved[1:]
+    shape, out, (inverse, constant, slope, sums) = Shape.of(query, value), as_rows(saved[0]), saved[1:]
     q, k, v, g = (_aligned(as_rows(x)) for x in (query, key, value, grad.to(query.dtype)))
     heads = q.shape[0] * q.shape[1]
     axis = Segments.of(q.shape[-2], k.shape[-2], heads, shape, plan)
     shared = constants(shape, plan, q.shape[1], unit)
     kernels = Kernels.of(shape, plan)
     strides = *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *g.stride()[:3]
-    sums = _sums_of_keys(k, v, mask, shape, plan, axis, key_scale, unit)
     grad_query, to_total, to_mean = q.new_empty(q.shape), torch.empty_like(inverse), torch.empty_like(inverse)
     to_scale = inverse.new_empty(*q.shape[:2], axis.number)
     kernels.query_backward[(axis.number * heads,)](

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from schoenbat.ops.operators import direct_operator
-from schoenbat.ops.triton import launch, launch_causal, launch_decode, launch_map, launch_state
-from schoenbat.ops.triton.call import Shape, Unit, summary_shapes
+from schoenbat.ops.triton import launch, launch_causal, launch_decode, launch_hopper, launch_map, launch_state
+from schoenbat.ops.triton.call import Shape, Unit, as_rows, summary_shapes
+from schoenbat.ops.triton.hopper_calls import goes_in_one_pass
 from schoenbat.ops.triton.plan import Plan
 from schoenbat.ops.triton.state import empty_state
 
@@ -272,7 +273,11 @@ def _(
 ) -> list[Tensor]:  # fmt: skip
     batch, heads, groups, length, _ = query.shape
     by_row = [query.new_empty(batch, heads * groups, length, dtype=torch.float32) for _ in range(3)]
-    return [query.new_empty(*query.shape[:-1], value.shape[-1]), *by_row]
+    sums = query.new_empty(0, dtype=torch.float32)
+    laid_out, shape, (q, k) = Plan.of(plan, flags), Shape.of(query, value), map(as_rows, (query, key))
+    if count is None and q.numel() and k.numel() and goes_in_one_pass(shape, laid_out, q, k):
+        sums = launch_hopper.empty_sums(q, k, shape, laid_out)
+    return [query.new_empty(*query.shape[:-1], value.shape[-1]), *by_row, sums]
 
 
 @direct_operator("triton_attend_causal_backward")
@@ -325,7 +330,7 @@ def _causal_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> 
 
 def _causal_gradient(ctx: Any, grad: list[Tensor | None]) -> tuple[Any, ...]:
     query, key, value, mask, seen, count, coefficients, query_scale, *rest = ctx.saved_tensors
-    plan, outputs, rest = rest[:5], rest[5:9], rest[9:]
+    plan, outputs, rest = rest[:5], rest[5:10], rest[10:]
     state, trained = ([], rest) if count is None else (rest, [])
     to_output = or_zeros(grad[0], query, value.shape[-1])
     to_query, to_key, to_value, to_scale, *more = attend_causal_backward(
