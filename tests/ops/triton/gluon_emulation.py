@@ -146,9 +146,10 @@ class Products:
 
 
 def assembly(text, constraints, args, **options):
-    """The two instructions that kernels ask for."""
+    """The instructions that kernels ask for; a clock, which is not in its last half."""
     (x,) = args
-    return {"mov.b32": lambda: x, "rcp.approx.ftz.f32": lambda: 1.0 / x}[text.split()[0]]()
+    known = {"mov.b32": lambda: x, "mov.u32": lambda: 0 * x, "rcp.approx.ftz.f32": lambda: 1.0 / x}
+    return known[text.split()[0]]()
 
 
 def language(program):

@@ -37,7 +37,6 @@ from schoenbat.ops.triton.hopper import (
     NARROW,
     accumulator,
     add,
-    anew,
     at_head,
     by_column,
     by_row,
@@ -53,6 +52,7 @@ from schoenbat.ops.triton.hopper import (
     split_in_two,
     start,
     store_rows,
+    unknown,
     visible,
 )
 
@@ -61,11 +61,20 @@ LENGTHS = (*causal_hopper.LENGTHS, "MAP_TILES")
 
 
 @gluon.jit
+def packing_again(of_first, of_second):
+    """The same, unknown to the assembler."""
+    short, full_first = of_first
+    middle, narrow, full_second = of_second
+    return (unknown(short), full_first), (unknown(middle), unknown(narrow), full_second)
+
+
+@gluon.jit
 def both_features(s_phi, s_x, s_tiles, s_added, s_weights, scale, of_first, of_second, zero):
     """Store the features of a tile of rows."""
-    b_phi, b_last = second_products(s_x, s_tiles, s_added, of_second)
+    of_first, of_second = packing_again(of_first, of_second)
+    b_phi, b_last = second_products(s_x, s_tiles, s_added, of_second, zero)
     store_features(s_phi.index(zero + 1), b_phi, s_weights.index(1), scale)
-    b_phi = first_products(s_x, s_tiles, s_added, b_last, of_first)
+    b_phi = first_products(s_x, s_tiles, s_added, b_last, of_first, zero)
     store_features(s_phi.index(zero), b_phi, s_weights.index(0), scale)
 
 
@@ -182,7 +191,7 @@ def sum_keys(
     copy_rows(s_values.index(0), p_value, k_start, stride_vn, N_KEY, DV, V, p_mask)
     async_copy.commit_group()
     for i in range(TILES):
-        zero = anew(0)
+        zero = unknown(0)
         s_k, s_v, s_ones = s_keys.index(i % 2), s_values.index(i % 2), m_ones.index(zero)
         k_start = (first + i + 1) * ROWS - FIRST_KEY
         async_copy.wait_group(0)
@@ -247,7 +256,7 @@ def read(
     copy_rows(m_v.index(0), p_value, first * ROWS - FIRST_KEY, stride_vn, N_KEY, DV, V, p_mask)
     async_copy.commit_group()
     for i in range(num_here):
-        zero = anew(0)
+        zero = unknown(0)
         s_q, s_k, s_v, s_ones = m_q.index(zero), m_k.index(zero), m_v.index(zero), m_ones.index(zero)
         m_causal = o_q[:, None] >= (o_k + zero)[None, :]
         i_tile = first + i
@@ -275,9 +284,12 @@ def read(
         async_copy.wait_group(0)
         copy_rows(s_k, p_key, k_start + ROWS, stride_kn, N_KEY, DIM, D, p_mask)
         async_copy.commit_group()
-        b_phi, b_last = second_products(s_q, s_tiles, s_added, of_second)
+        zero = unknown(0)
+        s_q, s_k, s_v, s_ones = m_q.index(zero), m_k.index(zero), m_v.index(zero), m_ones.index(zero)
+        of_first_again, of_second_again = packing_again(of_first, of_second)
+        b_phi, b_last = second_products(s_q, s_tiles, s_added, of_second_again, zero)
         b_phi2 = weighted(b_phi, s_query_weights.index(1), scale, dtype)
-        b_phi = first_products(s_q, s_tiles, s_added, b_last, of_first)
+        b_phi = first_products(s_q, s_tiles, s_added, b_last, of_first_again, zero)
         b_phi1 = weighted(b_phi, s_query_weights.index(0), scale, dtype)
         copy_rows(s_q, p_query, q_start + ROWS, stride_qn, N_QUERY, DIM, D)
         async_copy.commit_group()

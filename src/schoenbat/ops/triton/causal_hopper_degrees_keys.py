@@ -18,11 +18,13 @@ from schoenbat.ops.triton.causal_hopper_degrees import (
     LENGTHS,
     add_features,
     both_features,
+    packing_again,
     store_sums,
     tiles_of_sums,
     weighted,
 )
 from schoenbat.ops.triton.causal_hopper_degrees_queries import (
+    again,
     first_of_both,
     put_away,
     second_of_both,
@@ -47,7 +49,6 @@ from schoenbat.ops.triton.hopper import (
     NARROW,
     accumulator,
     add,
-    anew,
     at_head,
     by_column,
     by_row,
@@ -66,6 +67,7 @@ from schoenbat.ops.triton.hopper import (
     store_multiplied,
     store_rows,
     unit_backward,
+    unknown,
     visible,
 )
 
@@ -119,7 +121,7 @@ def sum_queries(
     first = i_segment * TILES
     num_here = gl.minimum(TILES, NUM_TILES - first)
     for i in range(-1, num_here):
-        zero = anew(0)
+        zero = unknown(0)
         here, there = i & 1, (i + 1) & 1
         async_copy.wait_group(0)
         q_start = (first + i + 1) * ROWS - FIRST_QUERY
@@ -149,12 +151,13 @@ def sum_queries(
 
 
 @gluon.jit
-def features_of_both(s_x, s_tiles, s_added, s_weights, scale, of_first, of_second):
+def features_of_both(s_x, s_tiles, s_added, s_weights, scale, of_first, of_second, zero):
     """The features of both groups in registers, of 16 bits."""
     dtype: gl.constexpr = s_x.dtype
-    b_two, b_last = second_of_both(s_x, s_tiles, s_added, of_second)
+    of_first, of_second = packing_again(of_first, of_second)
+    b_two, b_last = second_of_both(s_x, s_tiles, s_added, of_second, zero)
     b_two = weighted(b_two, s_weights.index(1), scale, dtype)
-    b_one = first_of_both(s_x, s_tiles, s_added, b_last, of_first)
+    b_one = first_of_both(s_x, s_tiles, s_added, b_last, of_first, zero)
     return weighted(b_one, s_weights.index(0), scale, dtype), b_two
 
 
@@ -219,12 +222,10 @@ def key_backward(
     copy_rows(m_k.index(0), p_key, k_start, stride_kn, N_KEY, DIM, D, p_mask)
     async_copy.commit_group()
     for i in range(num_here):
-        zero = anew(0)
-        s_q, s_k, s_v, s_g = m_q.index(zero), m_k.index(zero), m_v.index(zero), m_g.index(zero)
+        zero, s_q, s_k, s_v, s_g, s_sums = again(m_q, m_k, m_v, m_g, m_sums)
         s_narrow = m_narrow.index(zero)
         m_causal = o_k[:, None] <= (o_q + zero)[None, :]
         q_start, k_start = (last - i) * ROWS - FIRST_QUERY, (last - i) * ROWS - FIRST_KEY
-        s_sums = m_sums.index(zero)
         b_s1, b_s2 = take_up(s_sums, s_phi.index(zero), 0, V), take_up(s_sums, s_phi.index(zero), GROUP, V)
         async_copy.wait_group(1)  # all but keys and values
         make_unit(s_q, EPS, UNIT, DIM, D)
@@ -235,8 +236,12 @@ def key_backward(
         async_copy.wait_group(0)
         make_unit(s_k, EPS, UNIT, DIM, D, s_factor)
         fence_async_shared()
-        b_phi1, b_phi2 = features_of_both(s_k, s_tiles, s_added, s_weights, KEY_SCALE, of_first, of_second)
+        zero, s_q, s_k, s_v, s_g, s_sums = again(m_q, m_k, m_v, m_g, m_sums)
+        b_phi1, b_phi2 = features_of_both(
+            s_k, s_tiles, s_added, s_weights, KEY_SCALE, of_first, of_second, zero
+        )
 
+        zero, s_q, s_k, s_v, s_g, s_sums = again(m_q, m_k, m_v, m_g, m_sums)
         # Values first.
         s_phi1, s_phi2 = s_phi.index(zero).permute((1, 0)), s_phi.index(zero + 1).permute((1, 0))
         b_scores = start(gl.convert_layout(b_phi1, operand(ROWS, WARPS)), s_phi1, ROWS, ROWS)
@@ -255,6 +260,7 @@ def key_backward(
         b_dv = b_dv.to(p_dvalue.dtype.element_ty)
         store_in(p_dvalue, k_start, b_dv, N_KEY, DV, V, accumulator(V, WARPS))
 
+        zero, s_q, s_k, s_v, s_g, s_sums = again(m_q, m_k, m_v, m_g, m_sums)
         b_dots = warpgroup_mma_wait(0, [start(s_v, s_g.permute((1, 0)), ROWS, ROWS)])
         b_dots += s_dtotal.load(by_column(ROWS, WARPS))[None, :]
         b_dscores = gl.where(m_causal, b_dots, 0.0).to(dtype)
@@ -270,6 +276,7 @@ def key_backward(
         b_grad = warpgroup_mma_wait(0, [b_grad])
         b_two = b_grad * b_phi2.to(gl.float32)
 
+        zero, s_q, s_k, s_v, s_g, s_sums = again(m_q, m_k, m_v, m_g, m_sums)
         b_s1, b_s2, b_1, b_2 = add_features(
             b_s1, b_s2, zeros(NARROW), zeros(NARROW), s_phi, s_g, s_narrow, zero
         )
@@ -290,6 +297,7 @@ def key_backward(
         add_two_columns(s_z.index(zero + 1), b_2, 0)
         add_two_columns(s_zm, b_x, 2)
         add_two_columns(s_ze, b_g, 4)
+        zero, s_q, s_k, s_v, s_g, s_sums = again(m_q, m_k, m_v, m_g, m_sums)
         copy_rows(s_q, p_query, q_start - ROWS, stride_qn, N_QUERY, DIM, D)
         copy_rows(s_g, p_grad, q_start - ROWS, stride_gn, N_QUERY, DV, V)
         copy_numbers(s_inverse, p_inverse, q_start - ROWS, N_QUERY)
@@ -297,8 +305,10 @@ def key_backward(
         copy_numbers(s_dtotal, p_dtotal, q_start - ROWS, N_QUERY)
         copy_numbers(s_dmean, p_dmean, q_start - ROWS, N_QUERY)
         async_copy.commit_group()
-        b_dx = through_both(b_one, b_two, s_k, s_v, s_tiles, s_added, of_first, of_second, D)
+        zero, s_q, s_k, s_v, s_g, s_sums = again(m_q, m_k, m_v, m_g, m_sums)
+        b_dx = through_both(b_one, b_two, s_k, s_v, s_tiles, s_added, of_first, of_second, zero, D)
         b_dx += (s_behind.load(by_column(D, WARPS)) * (scale * KEY_SCALE))[None, :]
+        zero, s_q, s_k, s_v, s_g, s_sums = again(m_q, m_k, m_v, m_g, m_sums)
         if is_floored:
             b_dx += s_phi.index(zero + 1).load(accumulator(D, WARPS)).to(gl.float32)
         if UNIT > 0:

@@ -16,6 +16,7 @@ from schoenbat.ops.triton.causal_hopper_degrees import (
     LENGTHS,
     both_features,
     in_two,
+    packing_again,
     shared_ones,
     tiles_of_sums,
     vectors_of_sums,
@@ -60,6 +61,7 @@ from schoenbat.ops.triton.hopper import (
     start,
     store_rows,
     unit_backward,
+    unknown,
     visible,
 )
 
@@ -69,7 +71,7 @@ def load_rows(p, start_row, N, C: gl.constexpr, COLUMNS: gl.constexpr):
     """A tile of a contiguous matrix in registers; zeros where there are no rows."""
     layout: gl.constexpr = in_memory(COLUMNS, WARPS)
     m_n = visible(start_row, N, gl.SliceLayout(1, layout))
-    stride = anew(C // 8) * 8
+    stride = unknown(C // 8) * 8
     o_n = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     o_c = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
     p = p + gl.to_tensor(start_row).to(gl.int64) * stride + (o_n[:, None] * stride + o_c[None, :])
@@ -87,41 +89,51 @@ def weigh_gradient(s_g, b_out, s_inverse, V: gl.constexpr):
 
 
 @gluon.jit
-def second_of_both(s_x, s_tiles, s_added, of_second):
+def second_of_both(s_x, s_tiles, s_added, of_second, zero):
     """The products of the second group, which are divided again; the factors of the first group's last features."""
     middle, narrow, _ = of_second
-    b_product = products(s_x, s_tiles, s_added.index(1), middle, narrow)
-    b_first, b_second = two_levels(s_x, s_tiles, s_added.index(1), anew(narrow), narrow - middle)
+    s_added = s_added.index(zero + 1)
+    b_product = products(s_x, s_tiles, s_added, middle, narrow)
+    b_first, b_second = two_levels(s_x, s_tiles, s_added, anew(narrow), narrow - middle)
     return times_packed(b_product, b_first, b_second)
 
 
 @gluon.jit
-def first_of_both(s_x, s_tiles, s_added, b_last, of_first):
+def first_of_both(s_x, s_tiles, s_added, b_last, of_first, zero):
     """Those of the first group."""
-    return times_last(products(s_x, s_tiles, s_added.index(0), 0, of_first[0]), b_last)
+    return times_last(products(s_x, s_tiles, s_added.index(zero), zero, of_first[0]), b_last)
 
 
 @gluon.jit
-def times_products(b_one, b_two, s_x, s_tiles, s_added, s_weights, of_first, of_second):
+def times_products(b_one, b_two, s_x, s_tiles, s_added, s_weights, of_first, of_second, zero):
     """Gradients of features become those of products, times these; but for a scale."""
     layout: gl.constexpr = by_column(GROUP, WARPS)
-    b_product, b_last = second_of_both(s_x, s_tiles, s_added, of_second)
+    of_first, of_second = packing_again(of_first, of_second)
+    b_product, b_last = second_of_both(s_x, s_tiles, s_added, of_second, zero)
     b_two *= b_product * s_weights.index(1).load(layout)[None, :]
-    b_product = first_of_both(s_x, s_tiles, s_added, b_last, of_first)
+    b_product = first_of_both(s_x, s_tiles, s_added, b_last, of_first, zero)
     return b_one * (b_product * s_weights.index(0).load(layout)[None, :]), b_two
 
 
 @gluon.jit
-def through_both(b_one, b_two, s_x, s_free, s_tiles, s_added, of_first, of_second, D: gl.constexpr):
+def through_both(b_one, b_two, s_x, s_free, s_tiles, s_added, of_first, of_second, zero, D: gl.constexpr):
     """The gradient of rows; of both groups the gradients of their products, times these. Those of one wait in a free tile."""
+    of_first, of_second = packing_again(of_first, of_second)
     short, middle, narrow = of_first[0], of_second[0], of_second[1]
-    b_first, b_second = two_levels(s_x, s_tiles, s_added.index(1), anew(narrow), narrow - middle)
+    b_first, b_second = two_levels(s_x, s_tiles, s_added.index(zero + 1), anew(narrow), narrow - middle)
     b_dx = gl.zeros([ROWS, D], gl.float32, accumulator(D, WARPS))
     b_dx = packed_backward(b_dx, b_one, b_two, b_first, b_second, s_tiles, anew(narrow), D)
     s_free.store(b_one.to(s_free.dtype))
-    b_dx = products_backward(b_dx, b_two, s_x, s_tiles, s_added.index(1), middle, narrow, D)
+    b_dx = products_backward(b_dx, b_two, s_x, s_tiles, s_added.index(zero + 1), middle, narrow, D)
     b_one = s_free.load(accumulator(GROUP, WARPS)).to(gl.float32)
-    return products_backward(b_dx, b_one, s_x, s_tiles, s_added.index(0), 0, short, D)
+    return products_backward(b_dx, b_one, s_x, s_tiles, s_added.index(zero), zero, short, D)
+
+
+@gluon.jit
+def again(m_q, m_k, m_v, m_g, m_sums):
+    """The same tiles, whose places are worked out once more."""
+    zero = unknown(0)
+    return zero, m_q.index(zero), m_k.index(zero), m_v.index(zero), m_g.index(zero), m_sums.index(zero)
 
 
 @gluon.jit
@@ -222,13 +234,11 @@ def query_backward(
     copy_rows(m_q.index(0), p_query, q_start, stride_qn, N_QUERY, DIM, D)
     async_copy.commit_group()
     for i in range(num_here):
-        zero = anew(0)
-        s_q, s_k, s_v, s_g = m_q.index(zero), m_k.index(zero), m_v.index(zero), m_g.index(zero)
+        zero, s_q, s_k, s_v, s_g, s_sums = again(m_q, m_k, m_v, m_g, m_sums)
         m_causal = o_q[:, None] >= (o_k + zero)[None, :]
         i_tile = first + i
         q_start, k_start = i_tile * ROWS - FIRST_QUERY, i_tile * ROWS - FIRST_KEY
         b_out = load_rows(p_out, q_start, N_QUERY, DV, V)
-        s_sums = m_sums.index(zero)
         b_s1, b_s2 = take_up(s_sums, s_phi.index(zero), 0, V), take_up(s_sums, s_phi.index(zero), GROUP, V)
         b_before = zeros(NARROW) + s_zv.load(gl.SliceLayout(1, flat(NARROW)))[:, None]
         m_zv.index(zero).store(in_two(b_before, dtype))
@@ -240,6 +250,7 @@ def query_backward(
         async_copy.wait_group(0)
         fence_async_shared()
 
+        zero, s_q, s_k, s_v, s_g, s_sums = again(m_q, m_k, m_v, m_g, m_sums)
         # ⟨grad, value⟩ for all pairs; its sums are ⟨grad, mean value⟩.
         b_dots = start(s_g, s_v.permute((1, 0)), ROWS, ROWS)
         b_before = start(s_g, m_zv.index(zero), ROWS, NARROW)
@@ -258,6 +269,7 @@ def query_backward(
         b_dscores = gl.where(m_causal, b_dots + b_dtotal[:, None], 0.0).to(dtype)
         b_dtotal = gl.convert_layout(b_dtotal, by_row(GROUP, WARPS))
 
+        zero, s_q, s_k, s_v, s_g, s_sums = again(m_q, m_k, m_v, m_g, m_sums)
         b_one = b_dtotal[:, None] * s_z.index(zero).load(by_column(GROUP, WARPS))[None, :]
         b_one = add(s_g, s_sums.slice(0, GROUP).permute((1, 0)), b_one)
         b_one = add(gl.convert_layout(b_dscores, operand(GROUP, WARPS)), s_phi.index(zero), b_one)
@@ -267,6 +279,7 @@ def query_backward(
         b_two = add(gl.convert_layout(b_dscores, operand(GROUP, WARPS)), s_phi.index(zero + 1), b_two)
         b_two = warpgroup_mma_wait(0, [b_two])
 
+        zero, s_q, s_k, s_v, s_g, s_sums = again(m_q, m_k, m_v, m_g, m_sums)
         # What is added to vectors first, so that few results are at work at a time.
         s_ones = m_ones.index(zero)
         b_1 = start(s_phi.index(zero).permute((1, 0)), s_ones, GROUP, NARROW)
@@ -290,6 +303,7 @@ def query_backward(
             b_rare += b_mean[:, None] * s_zk.load(by_column(D, WARPS))[None, :]
             s_phi.index(zero + 1).store((b_rare * KEY_SCALE).to(dtype))
         add_column(s_zk, warpgroup_mma_wait(0, [start(s_k.permute((1, 0)), s_ones, D, NARROW)]))
+        zero, s_q, s_k, s_v, s_g, s_sums = again(m_q, m_k, m_v, m_g, m_sums)
         copy_rows(s_k, p_key, k_start + ROWS, stride_kn, N_KEY, DIM, D, p_mask)
         copy_rows(s_g, p_grad, q_start + ROWS, stride_gn, N_QUERY, DV, V)
         copy_numbers(s_inverse, p_inverse, q_start + ROWS, N_QUERY)
@@ -299,9 +313,11 @@ def query_backward(
         make_unit(s_q, EPS, UNIT, DIM, D, s_factor)
         fence_async_shared()
         b_one, b_two = times_products(
-            b_one, b_two, s_q, s_tiles, s_added, s_query_weights, of_first, of_second
+            b_one, b_two, s_q, s_tiles, s_added, s_query_weights, of_first, of_second, zero
         )
-        b_dx = through_both(b_one, b_two, s_q, s_v, s_tiles, s_added, of_first, of_second, D)
+        zero, s_q, s_k, s_v, s_g, s_sums = again(m_q, m_k, m_v, m_g, m_sums)
+        b_dx = through_both(b_one, b_two, s_q, s_v, s_tiles, s_added, of_first, of_second, zero, D)
+        zero, s_q, s_k, s_v, s_g, s_sums = again(m_q, m_k, m_v, m_g, m_sums)
         if is_floored:
             b_dx += s_phi.index(zero + 1).load(accumulator(D, WARPS)).to(gl.float32)
 

@@ -230,19 +230,23 @@ def packing(p_first):
 
 
 @gluon.jit
-def second_products(s_x, s_tiles, s_added, of_second):
-    """Products of the second group that are not divided by their factors; the factors of the first group's last features."""
+def second_products(s_x, s_tiles, s_added, of_second, zero=0):
+    """Products of the second group that are not divided by their factors; the factors of the first group's last features.
+
+    Here and below: a zero that is `unknown` makes places in memory be worked out again.
+    """
     middle, narrow, full = of_second
-    b_product = products(s_x, s_tiles, s_added.index(1), middle, narrow, full)
-    b_first, b_second = two_levels(s_x, s_tiles, s_added.index(1), anew(narrow), narrow - middle)
+    s_added = s_added.index(zero + 1)
+    b_product = products(s_x, s_tiles, s_added, middle, narrow, full)
+    b_first, b_second = two_levels(s_x, s_tiles, s_added, anew(narrow), narrow - middle)
     return times_packed(b_product, b_first, b_second)
 
 
 @gluon.jit
-def first_products(s_x, s_tiles, s_added, b_last, of_first):
+def first_products(s_x, s_tiles, s_added, b_last, of_first, zero=0):
     """Those of the first group."""
     short, full = of_first
-    return times_last(products(s_x, s_tiles, s_added.index(0), 0, short, full), b_last)
+    return times_last(products(s_x, s_tiles, s_added.index(zero), zero, short, full), b_last)
 
 
 @gluon.jit
