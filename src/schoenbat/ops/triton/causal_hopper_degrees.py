@@ -85,6 +85,17 @@ def weighted(b_product, s_weight, scale, dtype: gl.constexpr):
 
 
 @gluon.jit
+def seen_from(zero, KEYS_FIRST: gl.constexpr):
+    """Which queries of a tile see which of its keys, [queries, keys], or [keys, queries].
+
+    Columns are taken apart so that rows are compared with numbers that are known when the kernel is compiled.
+    """
+    o_row, o_column = gl.arange(0, ROWS, by_row(ROWS, WARPS)), gl.arange(0, ROWS, by_column(ROWS, WARPS))
+    b_difference = (o_row + zero)[:, None] - (o_column & 7)[None, :]
+    return b_difference <= (o_column & -8)[None, :] if KEYS_FIRST else b_difference >= (o_column & -8)[None, :]
+
+
+@gluon.jit
 def shared_ones(dtype: gl.constexpr):
     """A narrow tile by which rows are added up."""
     s_ones = shared_tile(dtype, ROWS, NARROW)
@@ -246,7 +257,7 @@ def read(
     m_before, s_zv = shared_tile(dtype, D, NARROW), shared_vector(V)
     b_s1, b_s2 = tiles_of_sums(p_sums, 0, i_segment, D, V)
     b_z1, b_z2, b_zk, b_zv = vectors_of_sums(p_sums, 0, i_segment, D, V)
-    o_q, o_k = gl.arange(0, ROWS, by_row(ROWS, WARPS)), gl.arange(0, ROWS, by_column(ROWS, WARPS))
+    o_q = gl.arange(0, ROWS, by_row(ROWS, WARPS))
 
     first = i_segment * TILES
     num_here = gl.minimum(TILES, NUM_TILES - first)
@@ -258,7 +269,7 @@ def read(
     for i in range(num_here):
         zero = unknown(0)
         s_q, s_k, s_v, s_ones = m_q.index(zero), m_k.index(zero), m_v.index(zero), m_ones.index(zero)
-        m_causal = o_q[:, None] >= (o_k + zero)[None, :]
+        m_causal = seen_from(zero, False)
         i_tile = first + i
         q_start, k_start = i_tile * ROWS - FIRST_QUERY, i_tile * ROWS - FIRST_KEY
         s_sums.index(zero).store(b_s1.to(dtype))

@@ -19,6 +19,7 @@ from schoenbat.ops.triton.causal_hopper_degrees import (
     add_features,
     both_features,
     packing_again,
+    seen_from,
     store_sums,
     tiles_of_sums,
     weighted,
@@ -205,7 +206,6 @@ def key_backward(
     b_s1, b_s2 = tiles_of_sums(p_sums, i_segment + 1, SEGMENTS, D, V)
     put_away(m_sums.index(0), s_phi.index(0), b_s1, b_s2)
     s_z, s_zm, s_ze = shared_vectors_of_sums(p_sums, i_segment + 1, SEGMENTS, D, V)
-    o_k, o_q = gl.arange(0, ROWS, by_row(ROWS, WARPS)), gl.arange(0, ROWS, by_column(ROWS, WARPS))
 
     first = i_segment * TILES
     num_here = gl.minimum(TILES, NUM_TILES - first)
@@ -224,7 +224,7 @@ def key_backward(
     for i in range(num_here):
         zero, s_q, s_k, s_v, s_g, s_sums = again(m_q, m_k, m_v, m_g, m_sums)
         s_narrow = m_narrow.index(zero)
-        m_causal = o_k[:, None] <= (o_q + zero)[None, :]
+        m_causal = seen_from(zero, True)
         q_start, k_start = (last - i) * ROWS - FIRST_QUERY, (last - i) * ROWS - FIRST_KEY
         b_s1, b_s2 = take_up(s_sums, s_phi.index(zero), 0, V), take_up(s_sums, s_phi.index(zero), GROUP, V)
         async_copy.wait_group(1)  # all but keys and values

@@ -17,6 +17,7 @@ from schoenbat.ops.triton.causal_hopper_degrees import (
     both_features,
     in_two,
     packing_again,
+    seen_from,
     shared_ones,
     tiles_of_sums,
     vectors_of_sums,
@@ -218,7 +219,7 @@ def query_backward(
     b_s1, b_s2 = tiles_of_sums(p_sums, 0, i_segment, D, V)
     put_away(m_sums.index(0), s_phi.index(0), b_s1, b_s2)
     s_z, s_zk, s_zv = shared_vectors_of_sums(p_sums, 0, i_segment, D, V)
-    o_q, o_k = gl.arange(0, ROWS, by_row(ROWS, WARPS)), gl.arange(0, ROWS, by_column(ROWS, WARPS))
+    o_q = gl.arange(0, ROWS, by_row(ROWS, WARPS))
     b_dscale = gl.zeros([ROWS], gl.float32, by_row(D, WARPS))
 
     first = i_segment * TILES
@@ -235,7 +236,7 @@ def query_backward(
     async_copy.commit_group()
     for i in range(num_here):
         zero, s_q, s_k, s_v, s_g, s_sums = again(m_q, m_k, m_v, m_g, m_sums)
-        m_causal = o_q[:, None] >= (o_k + zero)[None, :]
+        m_causal = seen_from(zero, False)
         i_tile = first + i
         q_start, k_start = i_tile * ROWS - FIRST_QUERY, i_tile * ROWS - FIRST_KEY
         b_out = load_rows(p_out, q_start, N_QUERY, DV, V)
