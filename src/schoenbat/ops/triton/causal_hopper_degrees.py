@@ -269,7 +269,6 @@ def read(
     for i in range(num_here):
         zero = unknown(0)
         s_q, s_k, s_v, s_ones = m_q.index(zero), m_k.index(zero), m_v.index(zero), m_ones.index(zero)
-        m_causal = seen_from(zero, False)
         i_tile = first + i
         q_start, k_start = i_tile * ROWS - FIRST_QUERY, i_tile * ROWS - FIRST_KEY
         s_sums.index(zero).store(b_s1.to(dtype))
@@ -288,7 +287,7 @@ def read(
         b_before = start(s_q, m_before.index(zero), ROWS, NARROW)
         b_zk = add(s_k.permute((1, 0)), s_ones, b_zk)
         b_logits, b_before, b_zk = warpgroup_mma_wait(0, [b_logits, b_before, b_zk])
-        b_logit = gl.sum(gl.where(m_causal, b_logits, 0.0), axis=1)
+        b_logit = gl.sum(gl.where(seen_from(zero, False), b_logits, 0.0), axis=1)
         b_logit += gl.convert_layout(row_sums(b_before), by_row(ROWS, WARPS))
         b_logit *= scale * KEY_SCALE
         both_features(s_phi, s_k, s_tiles, s_added, s_weights, KEY_SCALE, of_first, of_second, zero)
@@ -317,10 +316,10 @@ def read(
         b_scores, b_numerator, b_before = warpgroup_mma_wait(0, [b_scores, b_numerator, b_before])
 
         b_count = keys_seen(p_count, i_b, i_tile, FIRST_KEY + N_KEY, FIRST_KEY, by_row(ROWS, WARPS), ROWS)
-        b_scores = gl.where(m_causal, b_scores, 0.0)
+        b_scores = gl.where(seen_from(zero, False), b_scores, 0.0)
         b_total = gl.convert_layout(row_sums(b_before), by_row(ROWS, WARPS)) + gl.sum(b_scores, axis=1)
         b_inverse, b_e, b_slope = floored(b_total, b_logit, b_count, constant, zeroth, slope)
-        b_scores = gl.where(m_causal, b_scores + b_e[:, None], 0.0).to(dtype)
+        b_scores = gl.where(seen_from(zero, False), b_scores + b_e[:, None], 0.0).to(dtype)
         b_values = s_zv.load(by_column(V, WARPS))
         b_numerator += gl.convert_layout(b_e, by_row(V, WARPS))[:, None] * b_values[None, :]
         b_numerator = add(gl.convert_layout(b_scores, operand(V, WARPS)), s_v, b_numerator)

@@ -236,7 +236,6 @@ def query_backward(
     async_copy.commit_group()
     for i in range(num_here):
         zero, s_q, s_k, s_v, s_g, s_sums = again(m_q, m_k, m_v, m_g, m_sums)
-        m_causal = seen_from(zero, False)
         i_tile = first + i
         q_start, k_start = i_tile * ROWS - FIRST_QUERY, i_tile * ROWS - FIRST_KEY
         b_out = load_rows(p_out, q_start, N_QUERY, DV, V)
@@ -260,14 +259,15 @@ def query_backward(
             keys_seen(p_count, i_b, i_tile, FIRST_KEY + N_KEY, FIRST_KEY, by_row(ROWS, WARPS), ROWS), 1.0
         )
         b_along_mean = gl.convert_layout(row_sums(b_before), by_row(ROWS, WARPS))
-        b_along_mean = (b_along_mean + gl.sum(gl.where(m_causal, b_dots, 0.0), axis=1)) / b_divisor
+        b_along_mean = (b_along_mean + gl.sum(gl.where(seen_from(zero, False), b_dots, 0.0), axis=1)) / b_divisor
         b_e = s_constant.load(by_row(ROWS, WARPS))
         b_dtotal = -gl.where(b_e == constant, b_along_out, b_along_mean)
         b_dmean = (b_along_mean - b_along_out) * s_slope.load(by_row(ROWS, WARPS)) / b_divisor
         m_row = visible(q_start, N_QUERY, by_row(ROWS, WARPS))
         gl.store(p_dtotal + q_start + o_q, b_dtotal, mask=m_row)
         gl.store(p_dmean + q_start + o_q, b_dmean, mask=m_row)
-        b_dscores = gl.where(m_causal, b_dots + b_dtotal[:, None], 0.0).to(dtype)
+        zero, s_q, s_k, s_v, s_g, s_sums = again(m_q, m_k, m_v, m_g, m_sums)
+        b_dscores = gl.where(seen_from(zero, False), b_dots + b_dtotal[:, None], 0.0).to(dtype)
         b_dtotal = gl.convert_layout(b_dtotal, by_row(GROUP, WARPS))
 
         zero, s_q, s_k, s_v, s_g, s_sums = again(m_q, m_k, m_v, m_g, m_sums)
@@ -293,11 +293,12 @@ def query_backward(
         b_s1 = add(s_phi.index(zero).permute((1, 0)), s_v, b_s1)
         b_s2 = add(s_phi.index(zero + 1).permute((1, 0)), s_v, b_s2)
         b_s1, b_s2 = warpgroup_mma_wait(0, [b_s1, b_s2])
+        zero, s_q, s_k, s_v, s_g, s_sums = again(m_q, m_k, m_v, m_g, m_sums)
         put_away(s_sums, s_phi.index(zero), b_s1, b_s2)
         # The floor acts somewhere, which is rare: what comes from it waits where features were.
         is_floored = gl.max(gl.abs(b_dmean), axis=0) > 0.0
         if is_floored:
-            b_mean = gl.where(m_causal, b_dmean[:, None], 0.0).to(dtype)
+            b_mean = gl.where(seen_from(zero, False), b_dmean[:, None], 0.0).to(dtype)
             b_rare = start(gl.convert_layout(b_mean, operand(D, WARPS)), s_k, ROWS, D)
             b_rare = warpgroup_mma_wait(0, [b_rare])
             b_mean = gl.convert_layout(b_dmean, by_row(D, WARPS))
