@@ -72,7 +72,7 @@ def load_rows(p, start_row, N, C: gl.constexpr, COLUMNS: gl.constexpr):
     """A tile of a contiguous matrix in registers; zeros where there are no rows."""
     layout: gl.constexpr = in_memory(COLUMNS, WARPS)
     m_n = visible(start_row, N, gl.SliceLayout(1, layout))
-    stride = unknown(C // 8) * 8
+    stride = anew(C // 8) * 8
     o_n = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     o_c = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
     p = p + gl.to_tensor(start_row).to(gl.int64) * stride + (o_n[:, None] * stride + o_c[None, :])

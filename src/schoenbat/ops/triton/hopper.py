@@ -147,7 +147,7 @@ def copy_rows(s_tile, p, start_row, stride, N, C: gl.constexpr, COLUMNS: gl.cons
     """Begin to copy a tile of rows; zeros where there are none, or where a mask says so."""
     layout: gl.constexpr = in_memory(COLUMNS, gl.num_warps())
     m_n = visible(start_row, N, gl.SliceLayout(1, layout), p_mask, s_tile.shape[0])
-    stride = unknown(stride // 8) * 8
+    stride = anew(stride // 8) * 8
     o_n = gl.arange(0, s_tile.shape[0], gl.SliceLayout(1, layout))
     o_c = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
     p = p + gl.to_tensor(start_row).to(gl.int64) * stride + (o_n[:, None] * stride + o_c[None, :])
