@@ -20,6 +20,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from schoenbat import MaclaurinFeatures
 from schoenbat.ops.triton import (
     bidirectional,
+    bidirectional_hopper_wide,
     bidirectional_map,
     bidirectional_sums,
     causal,
@@ -32,6 +33,7 @@ from schoenbat.ops.triton import (
     degrees_hopper_backward,
     launch_degrees,
     launch_hopper,
+    launch_sums,
     window,
     window_backward,
 )
@@ -110,7 +112,7 @@ def signature(kernel, constants, dtype):
         if name.startswith("p_"):
             decoding = kernel in (decode.step, decode_window.step)  # with a map and sums in float32
             summing = bidirectional_sums.summarize, causal_sums.accumulate, causal_sums.scan
-            summing += *HOPPER_CAUSAL, degrees_hopper.summarize
+            summing += degrees_hopper.summarize, bidirectional_hopper_wide.summarize, *HOPPER_CAUSAL
             partial = decoding or kernel in summing
             rows = name in ROWS - ({"p_tiles"} if decoding else set())
             rows = rows or (name in {"p_sums", "p_dsums"} and not partial)
@@ -270,6 +272,16 @@ def hopper_cases():
         yield degrees_hopper.read, shape, plan, wide, constants
         yield degrees_hopper_backward.read_backward, shape, plan, wide, constants
         yield degrees_hopper_backward.key_backward, shape, plan, wide, constants
+        yield from hopper_sums_cases(own | ({"DIM": 112} if "DIM" in own else {}), of_keys)
+
+
+def hopper_sums_cases(own, of_keys):
+    shape = shape_of(128, torch.bfloat16)
+    plan = plan_of(shape, True, 256, bidirectional=True)
+    constants = launch_sums.constants(shape, plan, 8, Unit()) | own
+    tiles = Tiles(128, constants.pop("num_warps"), 1)
+    yield bidirectional_hopper_wide.summarize, shape, plan, tiles, constants | of_keys
+    yield bidirectional_hopper_wide.summarize, shape, plan, tiles, constants
 
 
 def window_cases(shape, plan):

@@ -12,6 +12,8 @@ from schoenbat.ops.triton.plan import Plan, padded
 
 # Copies of 16 bytes want rows that begin at multiples of it; Triton knows of multiples of 16 numbers alone.
 _ALIGNED = 16
+# The width of the narrowest product: that of y = Pᵀx, of which pairs are.
+_NARROW = 16
 # Tiles of directions that shared memory has room for beside rows and sums. Each group has one, so that
 # none has more than 16.
 MOST_TILES = 17
@@ -74,6 +76,16 @@ def takes_degrees(shape: Shape, plan: Plan, rows: Sequence[Tensor]) -> bool:
     return not plan.identity and 0 < plan.held <= MOST_TILES and _takes(shape, rows, (64,))
 
 
+def takes_sums_of_pairs(shape: Shape, plan: Plan, rows: Sequence[Tensor]) -> bool:
+    """Whether a map has identity features and two groups of pairs, and heads are as wide as both together.
+
+    Then all sums fit the registers at once.
+    """
+    fits = plan.identity and plan.quadratic == _NARROW and plan.group == 64
+    fits = fits and plan.num_groups * plan.group == shape.block_d
+    return fits and _takes(shape, rows, (128,))
+
+
 def _takes(shape: Shape, rows: Sequence[Tensor], blocks: tuple[int, ...]) -> bool:
     return _fits(shape, blocks) and all(is_aligned(x) for x in rows) and has_kernels(rows[0].device)
 
@@ -103,6 +115,7 @@ def has_kernels(device: torch.device) -> bool:
         from triton.experimental.gluon import language
 
         from schoenbat.ops.triton import (  # noqa: F401
+            bidirectional_hopper_wide,
             causal_hopper_degrees_keys,
             causal_hopper_keys,
             causal_hopper_narrow_keys,

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from schoenbat.ops.triton import bidirectional, bidirectional_sums, launch_degrees
+from schoenbat.ops.triton import bidirectional, bidirectional_sums, launch_degrees, launch_sums
 from schoenbat.ops.triton.call import Shape, Unit, as_rows, cdiv, flat, map_arguments, per_map, summary_shapes
-from schoenbat.ops.triton.hopper_calls import takes_degrees
+from schoenbat.ops.triton.hopper_calls import takes_degrees, takes_sums_of_pairs
 from schoenbat.ops.triton.plan import Plan, padded
 from schoenbat.ops.triton.tiles import (
     Tiles,
@@ -278,9 +278,11 @@ def _summarize(
     unit: Unit,
 ) -> list[Tensor]:
     """Parts of Σφ(x) rowᵀ, Σφ(x) w, Σx u and Σrow, ``(B·H·splits, ...)``; see the kernel."""
+    small = plan, query_scale, key_scale, unit
     if x.numel() and takes_degrees(shape, plan, [x, rows]):
-        small = plan, query_scale, key_scale, unit
         return launch_degrees.summarize(x, rows, mask, by_row, shape, *small)
+    if x.numel() and takes_sums_of_pairs(shape, plan, [x, rows]):
+        return launch_sums.summarize(x, rows, mask, by_row, shape, *small)
     batch, heads, n, _ = x.shape
     tiles = tiles_of_sums(shape.tiles(plan), shape.block_d, shape.block_v)
     separate, num_parts = parts_of_sums(plan)

@@ -15,11 +15,17 @@ _ROWS = 128
 _PROGRAMS = 132
 
 
-def _split(rows: int, heads: int) -> tuple[int, int]:
+def split(rows: int, heads: int) -> tuple[int, int]:
     """How many programs share a sequence, and how many tiles each has."""
     tiles = max(1, cdiv(rows, _ROWS))
     each = cdiv(tiles, max(1, min(tiles, _PROGRAMS // heads)))
     return cdiv(tiles, each), each
+
+
+def empty_sums(x: Tensor, splits: int, shape: Shape, plan: Plan) -> list[Tensor]:
+    """Where parts of the sums of each head are left."""
+    parts = x.shape[0] * x.shape[1] * splits
+    return [x.new_empty(parts, *size, dtype=torch.float32) for size in summary_shapes(shape, plan)]
 
 
 def constants(shape: Shape, plan: Plan, heads: int, unit: Unit, groups: int | None = None) -> dict[str, Any]:
@@ -47,9 +53,8 @@ def summarize(
     from schoenbat.ops.triton import degrees_hopper
 
     batch, heads, n, _ = x.shape
-    splits, each = _split(n, batch * heads)
-    sizes = summary_shapes(shape, plan)
-    sums = [x.new_empty(batch * heads * splits, *size, dtype=torch.float32) for size in sizes]
+    splits, each = split(n, batch * heads)
+    sums = empty_sums(x, splits, shape, plan)
     degrees_hopper.summarize[(splits * batch * heads,)](
         *(x, rows, mask_bytes(mask), query_scale, *(by_row or (None, None, None)), *sums),
         *(*x.stride()[:3], *rows.stride()[:3], n, each, splits, key_scale, unit.eps, *_map(plan)),
@@ -72,7 +77,7 @@ def read(
     from schoenbat.ops.triton import degrees_hopper
 
     heads = q.shape[0] * q.shape[1]
-    splits, each = _split(q.shape[-2], heads)
+    splits, each = split(q.shape[-2], heads)
     degrees_hopper.read[(splits * heads,)](
         *(q, out, query_scale, *summary, per_map(coefficients, plan)),
         *(*q.stride()[:3], q.shape[-2], each, splits, unit.eps, *_map(plan)),
@@ -94,7 +99,7 @@ def read_backward(
     from schoenbat.ops.triton import degrees_hopper_backward
 
     heads = q.shape[0] * q.shape[1]
-    splits, each = _split(q.shape[-2], heads)
+    splits, each = split(q.shape[-2], heads)
     grad_query, to_scale = q.new_empty(q.shape), q.new_empty(*q.shape[:2], splits, dtype=torch.float32)
     by_row = [q.new_empty(q.shape[:-1], dtype=torch.float32) for _ in range(3)]
     degrees_hopper_backward.read_backward[(splits * heads,)](
@@ -120,7 +125,7 @@ def key_backward(
     from schoenbat.ops.triton import degrees_hopper_backward
 
     heads = k.shape[0] * k.shape[1]
-    splits, each = _split(k.shape[-2], heads)
+    splits, each = split(k.shape[-2], heads)
     to_sums, to_totals, to_key, to_value = to_summary
     grad_key, grad_value = k.new_empty(k.shape), v.new_empty(v.shape)
     degrees_hopper_backward.key_backward[(splits * heads,)](
