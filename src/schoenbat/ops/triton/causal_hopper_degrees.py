@@ -92,7 +92,9 @@ def seen_from(zero, KEYS_FIRST: gl.constexpr):
     """
     o_row, o_column = gl.arange(0, ROWS, by_row(ROWS, WARPS)), gl.arange(0, ROWS, by_column(ROWS, WARPS))
     b_difference = (o_row + zero)[:, None] - (o_column & 7)[None, :]
-    return b_difference <= (o_column & -8)[None, :] if KEYS_FIRST else b_difference >= (o_column & -8)[None, :]
+    return (
+        b_difference <= (o_column & -8)[None, :] if KEYS_FIRST else b_difference >= (o_column & -8)[None, :]
+    )
 
 
 @gluon.jit

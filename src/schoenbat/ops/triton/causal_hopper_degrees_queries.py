@@ -259,7 +259,9 @@ def query_backward(
             keys_seen(p_count, i_b, i_tile, FIRST_KEY + N_KEY, FIRST_KEY, by_row(ROWS, WARPS), ROWS), 1.0
         )
         b_along_mean = gl.convert_layout(row_sums(b_before), by_row(ROWS, WARPS))
-        b_along_mean = (b_along_mean + gl.sum(gl.where(seen_from(zero, False), b_dots, 0.0), axis=1)) / b_divisor
+        b_along_mean = (
+            b_along_mean + gl.sum(gl.where(seen_from(zero, False), b_dots, 0.0), axis=1)
+        ) / b_divisor
         b_e = s_constant.load(by_row(ROWS, WARPS))
         b_dtotal = -gl.where(b_e == constant, b_along_out, b_along_mean)
         b_dmean = (b_along_mean - b_along_out) * s_slope.load(by_row(ROWS, WARPS)) / b_divisor
