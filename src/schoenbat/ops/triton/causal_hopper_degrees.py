@@ -45,6 +45,7 @@ from schoenbat.ops.triton.hopper import (
     operand,
     place,
     row_sums,
+    seen_from,
     shared_pair,
     shared_tile,
     shared_tiles,
@@ -82,19 +83,6 @@ def both_features(s_phi, s_x, s_tiles, s_added, s_weights, scale, of_first, of_s
 def weighted(b_product, s_weight, scale, dtype: gl.constexpr):
     """Features from products of projections."""
     return (b_product * (s_weight.load(by_column(GROUP, WARPS)) * scale)[None, :]).to(dtype)
-
-
-@gluon.jit
-def seen_from(zero, KEYS_FIRST: gl.constexpr):
-    """Which queries of a tile see which of its keys, [queries, keys], or [keys, queries].
-
-    Columns are taken apart so that rows are compared with numbers that are known when the kernel is compiled.
-    """
-    o_row, o_column = gl.arange(0, ROWS, by_row(ROWS, WARPS)), gl.arange(0, ROWS, by_column(ROWS, WARPS))
-    b_difference = (o_row + zero)[:, None] - (o_column & 7)[None, :]
-    return (
-        b_difference <= (o_column & -8)[None, :] if KEYS_FIRST else b_difference >= (o_column & -8)[None, :]
-    )
 
 
 @gluon.jit
@@ -289,7 +277,7 @@ def read(
         b_before = start(s_q, m_before.index(zero), ROWS, NARROW)
         b_zk = add(s_k.permute((1, 0)), s_ones, b_zk)
         b_logits, b_before, b_zk = warpgroup_mma_wait(0, [b_logits, b_before, b_zk])
-        b_logit = gl.sum(gl.where(seen_from(zero, False), b_logits, 0.0), axis=1)
+        b_logit = gl.sum(gl.where(seen_from(zero, ROWS, False), b_logits, 0.0), axis=1)
         b_logit += gl.convert_layout(row_sums(b_before), by_row(ROWS, WARPS))
         b_logit *= scale * KEY_SCALE
         both_features(s_phi, s_k, s_tiles, s_added, s_weights, KEY_SCALE, of_first, of_second, zero)
@@ -318,10 +306,10 @@ def read(
         b_scores, b_numerator, b_before = warpgroup_mma_wait(0, [b_scores, b_numerator, b_before])
 
         b_count = keys_seen(p_count, i_b, i_tile, FIRST_KEY + N_KEY, FIRST_KEY, by_row(ROWS, WARPS), ROWS)
-        b_scores = gl.where(seen_from(zero, False), b_scores, 0.0)
+        b_scores = gl.where(seen_from(zero, ROWS, False), b_scores, 0.0)
         b_total = gl.convert_layout(row_sums(b_before), by_row(ROWS, WARPS)) + gl.sum(b_scores, axis=1)
         b_inverse, b_e, b_slope = floored(b_total, b_logit, b_count, constant, zeroth, slope)
-        b_scores = gl.where(seen_from(zero, False), b_scores + b_e[:, None], 0.0).to(dtype)
+        b_scores = gl.where(seen_from(zero, ROWS, False), b_scores + b_e[:, None], 0.0).to(dtype)
         b_values = s_zv.load(by_column(V, WARPS))
         b_numerator += gl.convert_layout(b_e, by_row(V, WARPS))[:, None] * b_values[None, :]
         b_numerator = add(gl.convert_layout(b_scores, operand(V, WARPS)), s_v, b_numerator)

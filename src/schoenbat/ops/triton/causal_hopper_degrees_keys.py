@@ -19,7 +19,6 @@ from schoenbat.ops.triton.causal_hopper_degrees import (
     add_features,
     both_features,
     packing_again,
-    seen_from,
     store_sums,
     tiles_of_sums,
     weighted,
@@ -58,6 +57,7 @@ from schoenbat.ops.triton.hopper import (
     make_unit,
     operand,
     place,
+    seen_from,
     shared_pair,
     shared_tile,
     shared_tiles,
@@ -247,7 +247,7 @@ def key_backward(
         b_scores = add(gl.convert_layout(b_phi2, operand(ROWS, WARPS)), s_phi2, b_scores)
         b_scores = warpgroup_mma_wait(0, [b_scores])
         b_scores += s_constant.load(by_column(ROWS, WARPS))[None, :]
-        b_scores = gl.where(seen_from(zero, True), b_scores, 0.0).to(dtype)
+        b_scores = gl.where(seen_from(zero, ROWS, True), b_scores, 0.0).to(dtype)
         b_dv = start(gl.convert_layout(b_phi1, operand(V, WARPS)), s_sums.slice(0, GROUP), ROWS, V)
         b_dv = add(gl.convert_layout(b_phi2, operand(V, WARPS)), s_sums.slice(GROUP, GROUP), b_dv)
         b_dv = add(gl.convert_layout(b_scores, operand(V, WARPS)), s_g, b_dv)
@@ -262,7 +262,7 @@ def key_backward(
         zero, s_q, s_k, s_v, s_g, s_sums = again(m_q, m_k, m_v, m_g, m_sums)
         b_dots = warpgroup_mma_wait(0, [start(s_v, s_g.permute((1, 0)), ROWS, ROWS)])
         b_dots += s_dtotal.load(by_column(ROWS, WARPS))[None, :]
-        b_dscores = gl.where(seen_from(zero, True), b_dots, 0.0).to(dtype)
+        b_dscores = gl.where(seen_from(zero, ROWS, True), b_dots, 0.0).to(dtype)
         b_zeros = gl.zeros([ROWS, GROUP], gl.float32, accumulator(GROUP, WARPS))
         b_grad = b_zeros + s_z.index(zero).load(by_column(GROUP, WARPS))[None, :]
         b_grad = add(s_v, s_sums.slice(0, GROUP).permute((1, 0)), b_grad)
@@ -287,7 +287,7 @@ def key_backward(
         b_dmean = s_dmean.load(by_column(ROWS, WARPS))
         is_floored = gl.max(gl.abs(b_dmean), axis=0) > 0.0
         if is_floored:
-            b_mean = gl.where(seen_from(zero, True), b_dmean[None, :], 0.0).to(dtype)
+            b_mean = gl.where(seen_from(zero, ROWS, True), b_dmean[None, :], 0.0).to(dtype)
             b_rare = start(gl.convert_layout(b_mean, operand(D, WARPS)), s_q, ROWS, D)
             b_rare = warpgroup_mma_wait(0, [b_rare])
             s_phi.index(zero + 1).store((b_rare * (scale * KEY_SCALE)).to(dtype))

@@ -17,7 +17,6 @@ from schoenbat.ops.triton.causal_hopper_degrees import (
     both_features,
     in_two,
     packing_again,
-    seen_from,
     shared_ones,
     tiles_of_sums,
     vectors_of_sums,
@@ -55,6 +54,7 @@ from schoenbat.ops.triton.hopper import (
     operand,
     place,
     row_sums,
+    seen_from,
     shared_tile,
     shared_tiles,
     shared_vector,
@@ -260,7 +260,7 @@ def query_backward(
         )
         b_along_mean = gl.convert_layout(row_sums(b_before), by_row(ROWS, WARPS))
         b_along_mean = (
-            b_along_mean + gl.sum(gl.where(seen_from(zero, False), b_dots, 0.0), axis=1)
+            b_along_mean + gl.sum(gl.where(seen_from(zero, ROWS, False), b_dots, 0.0), axis=1)
         ) / b_divisor
         b_e = s_constant.load(by_row(ROWS, WARPS))
         b_dtotal = -gl.where(b_e == constant, b_along_out, b_along_mean)
@@ -269,7 +269,7 @@ def query_backward(
         gl.store(p_dtotal + q_start + o_q, b_dtotal, mask=m_row)
         gl.store(p_dmean + q_start + o_q, b_dmean, mask=m_row)
         zero, s_q, s_k, s_v, s_g, s_sums = again(m_q, m_k, m_v, m_g, m_sums)
-        b_dscores = gl.where(seen_from(zero, False), b_dots + b_dtotal[:, None], 0.0).to(dtype)
+        b_dscores = gl.where(seen_from(zero, ROWS, False), b_dots + b_dtotal[:, None], 0.0).to(dtype)
         b_dtotal = gl.convert_layout(b_dtotal, by_row(GROUP, WARPS))
 
         zero, s_q, s_k, s_v, s_g, s_sums = again(m_q, m_k, m_v, m_g, m_sums)
@@ -300,7 +300,7 @@ def query_backward(
         # The floor acts somewhere, which is rare: what comes from it waits where features were.
         is_floored = gl.max(gl.abs(b_dmean), axis=0) > 0.0
         if is_floored:
-            b_mean = gl.where(seen_from(zero, False), b_dmean[:, None], 0.0).to(dtype)
+            b_mean = gl.where(seen_from(zero, ROWS, False), b_dmean[:, None], 0.0).to(dtype)
             b_rare = start(gl.convert_layout(b_mean, operand(D, WARPS)), s_k, ROWS, D)
             b_rare = warpgroup_mma_wait(0, [b_rare])
             b_mean = gl.convert_layout(b_dmean, by_row(D, WARPS))

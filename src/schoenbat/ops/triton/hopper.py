@@ -119,6 +119,20 @@ def unknown(number):
 
 
 @gluon.jit
+def seen_from(zero, ROWS: gl.constexpr, KEYS_FIRST: gl.constexpr):
+    """Which queries of a tile see which of its keys, [queries, keys] or [keys, queries]; the zero is `unknown`.
+
+    Compared where it is asked: kept from tile to tile it would take registers. Columns are taken apart, so that rows
+    are compared with numbers that are known when the kernel is compiled.
+    """
+    layout: gl.constexpr = accumulator(ROWS, gl.num_warps(), ROWS)
+    o_row = gl.arange(0, ROWS, gl.SliceLayout(1, layout)) + zero
+    o_column = gl.arange(0, ROWS, gl.SliceLayout(0, layout))
+    b_difference, o_first = o_row[:, None] - (o_column & 7)[None, :], (o_column & -8)[None, :]
+    return b_difference <= o_first if KEYS_FIRST else b_difference >= o_first
+
+
+@gluon.jit
 def place(number, HEADS: gl.constexpr, GROUPS: gl.constexpr, MAPS: gl.constexpr):
     """Where a program works, of which each head has so many: its part, sequence and head in one, both, and the map."""
     i_part, i_bh = gl.program_id(0) % number, gl.program_id(0) // number
