@@ -21,7 +21,6 @@ from schoenbat.ops.triton.hopper import (
     NARROW,
     accumulator,
     add,
-    anew,
     at_head,
     by_column,
     by_row,
@@ -32,11 +31,13 @@ from schoenbat.ops.triton.hopper import (
     operand,
     place,
     row_sums,
+    seen_from,
     shared_pair,
     shared_tile,
     shared_vector,
     start,
     store_rows,
+    unknown,
     visible,
 )
 
@@ -158,7 +159,7 @@ def sum_keys(
     copy_rows(s_values.index(0), p_value, k_start, stride_vn, N_KEY, DV, V, p_mask)
     async_copy.commit_group()
     for i in range(TILES):
-        zero = anew(0)
+        zero = unknown(0)
         s_left, s_right = m_left.index(zero), m_right.index(zero)
         s_phi, s_one = m_phi.index(zero), m_one.index(zero)
         async_copy.wait_group(0)
@@ -264,8 +265,7 @@ def read(
     m_z1, m_z2, s_zv = shared_tile(dtype, D, NARROW), shared_tile(dtype, F, NARROW), shared_vector(V)
     b_s1, b_s2, b_z1, b_z2, b_zv = sums_before(p_sums, 0, i_segment, D, F, V)
     o_narrow = gl.arange(0, NARROW, by_column(NARROW))[None, :]
-    o_q, o_k = gl.arange(0, BLOCK, by_row(BLOCK)), gl.arange(0, BLOCK, by_column(BLOCK))
-    m_causal = o_q[:, None] >= o_k[None, :]
+    o_q = gl.arange(0, BLOCK, by_row(BLOCK))
 
     first = i_segment * TILES
     num_here = gl.minimum(TILES, NUM_TILES - first)
@@ -274,7 +274,7 @@ def read(
     copy_rows(s_values.index(0), p_value, first * BLOCK - FIRST_KEY, stride_vn, N_KEY, DV, V, p_mask)
     async_copy.commit_group()
     for i in range(num_here):
-        zero = anew(0)
+        zero = unknown(0)
         s_left, s_right = m_left.index(zero), m_right.index(zero)
         s_phi, s_one = m_phi.index(zero), m_one.index(zero)
         s_s1, s_s2 = m_s1.index(zero), m_s2.index(zero)
@@ -307,7 +307,7 @@ def read(
         b_logits, b_before = start(s_q, s_k.permute((1, 0)), BLOCK, BLOCK), start(s_q, s_z1, BLOCK, NARROW)
         b_logits, b_before = warpgroup_mma_wait(0, [b_logits, b_before])
         # The mean logit, which makes the floor.
-        b_logit = gl.sum(gl.where(m_causal, b_logits, 0.0), axis=1)
+        b_logit = gl.sum(gl.where(seen_from(zero, BLOCK, False), b_logits, 0.0), axis=1)
         b_logit += gl.convert_layout(gl.sum(gl.where(o_narrow < 2, b_before, 0.0), axis=1), by_row(BLOCK))
         b_logit *= scale * KEY_SCALE
         b_total = gl.convert_layout(gl.sum(gl.where(o_narrow < 2, 0.0, b_before), axis=1), by_row(BLOCK))
@@ -323,11 +323,11 @@ def read(
         b_scores, b_numerator, b_before = warpgroup_mma_wait(0, [b_scores, b_numerator, b_before])
 
         b_count = keys_seen(p_count, i_b, i_tile, FIRST_KEY + N_KEY, FIRST_KEY, by_row(BLOCK))
-        b_scores = gl.where(m_causal, b_scores, 0.0)
+        b_scores = gl.where(seen_from(zero, BLOCK, False), b_scores, 0.0)
         b_total += gl.convert_layout(gl.sum(b_before, axis=1), by_row(BLOCK)) + gl.sum(b_scores, axis=1)
         b_inverse, b_e, b_slope = floored(b_total, b_logit, b_count, constant, zeroth, slope)
 
-        b_scores = gl.where(m_causal, b_scores + b_e[:, None], 0.0).to(dtype)
+        b_scores = gl.where(seen_from(zero, BLOCK, False), b_scores + b_e[:, None], 0.0).to(dtype)
         b_numerator = add(gl.convert_layout(b_scores, operand(V)), s_v, b_numerator)
         b_s1, b_s2, b_1, b_2, b_v = add_keys(b_s1, b_s2, s_k, s_phi, s_v, s_one, D, F, V)
         b_numerator, b_s1, b_s2, b_1, b_2, b_v = warpgroup_mma_wait(

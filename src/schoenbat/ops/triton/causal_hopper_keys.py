@@ -32,7 +32,6 @@ from schoenbat.ops.triton.hopper import (
     NARROW,
     accumulator,
     add,
-    anew,
     at_head,
     by_column,
     by_row,
@@ -42,6 +41,7 @@ from schoenbat.ops.triton.hopper import (
     make_unit,
     operand,
     place,
+    seen_from,
     shared_pair,
     shared_tile,
     shared_vector,
@@ -50,6 +50,7 @@ from schoenbat.ops.triton.hopper import (
     store_multiplied,
     store_rows,
     unit_backward,
+    unknown,
     visible,
 )
 
@@ -152,7 +153,7 @@ def sum_queries(
     first = i_segment * TILES
     num_here = gl.minimum(TILES, NUM_TILES - first)
     for i in range(-1, num_here):
-        zero = anew(0)
+        zero = unknown(0)
         s_left, s_right, s_phi = m_left.index(zero), m_right.index(zero), m_phi.index(zero)
         s_weighted, s_weights = m_weighted.index(zero), m_weights.index(zero)
         here, there = i & 1, (i + 1) & 1
@@ -229,8 +230,6 @@ def key_backward(
     s_z1, s_z2, s_ze, s_zm = shared_vector(D), shared_vector(F), shared_vector(V), shared_vector(D)
     s_factor = shared_vector(BLOCK)
     b_s1, b_s2, b_z1, b_z2, b_ze, b_zm = query_sums_behind(p_sums, i_segment + 1, SEGMENTS, D, F, V)
-    o_k, o_q = gl.arange(0, BLOCK, by_row(BLOCK)), gl.arange(0, BLOCK, by_column(BLOCK))
-    m_causal = o_k[:, None] <= o_q[None, :]
 
     first = i_segment * TILES
     num_here = gl.minimum(TILES, NUM_TILES - first)
@@ -246,7 +245,7 @@ def key_backward(
     copy_numbers(s_dmeans.index(0), p_dmean, q_start, N_QUERY)
     async_copy.commit_group()
     for i in range(num_here):
-        zero = anew(0)
+        zero = unknown(0)
         s_left, s_right, s_phi = m_left.index(zero), m_right.index(zero), m_phi.index(zero)
         s_weighted, s_weights = m_weighted.index(zero), m_weights.index(zero)
         s_v, s_g, s_s1, s_s2 = m_v.index(zero), m_g.index(zero), m_s1.index(zero), m_s2.index(zero)
@@ -282,7 +281,7 @@ def key_backward(
         b_dscores = (
             b_dots * s_inverse.load(by_column(BLOCK))[None, :] + s_dtotal.load(by_column(BLOCK))[None, :]
         )
-        s_dscores.store(gl.where(m_causal, b_dscores, 0.0).to(dtype))
+        s_dscores.store(gl.where(seen_from(zero, BLOCK, True), b_dscores, 0.0).to(dtype))
         b_left, b_right = start(s_k, s_left, BLOCK, F), start(s_k, s_right, BLOCK, F)
         b_scores = start(s_k, s_q.permute((1, 0)), BLOCK, BLOCK)
         b_left, b_right, b_scores = warpgroup_mma_wait(0, [b_left, b_right, b_scores])
@@ -304,7 +303,7 @@ def key_backward(
         b_z2, b_ze = b_z2 + two_columns(b_2, 0), b_ze + two_columns(b_g, 4)
         b_inverse = s_inverse.load(by_column(BLOCK))
         b_scores = (b_scores + s_constant.load(by_column(BLOCK))[None, :]) * b_inverse[None, :]
-        b_scores = gl.where(m_causal, b_scores, 0.0).to(dtype)
+        b_scores = gl.where(seen_from(zero, BLOCK, True), b_scores, 0.0).to(dtype)
         b_dv = add(gl.convert_layout(b_scores, operand(V)), s_g, b_dv)
         b_dphi, b_dx = start(s_v, s_s2.permute((1, 0)), BLOCK, F), start(s_v, s_s1.permute((1, 0)), BLOCK, D)
         b_dv, b_dphi, b_dx = warpgroup_mma_wait(0, [b_dv, b_dphi, b_dx])
@@ -320,12 +319,15 @@ def key_backward(
         b_weight = linear_weights(p_linear, D, by_column(D))
         b_queries = b_weight * s_z1.load(by_column(D)) + s_zm.load(by_column(D))
         b_dx += (b_queries * (scale * KEY_SCALE))[None, :]
+        zero, here = unknown(0), unknown(i) & 1
+        s_left, s_right, s_phi = m_left.index(zero), m_right.index(zero), m_phi.index(zero)
+        s_dscores, s_q, s_k = m_dscores.index(zero), s_queries.index(here), s_keys.index(here)
         b_dphi, b_more = add(s_dscores, s_phi, b_dphi), start(s_dscores, s_q, BLOCK, D)
         b_dphi, b_more = warpgroup_mma_wait(0, [b_dphi, b_more])
         b_dx += b_more * (b_weight * (scale * KEY_SCALE))[None, :]
         b_dmean = s_dmean.load(by_column(BLOCK))
         if gl.max(gl.abs(b_dmean), axis=0) > 0.0:
-            b_mean = gl.where(m_causal, b_dmean[None, :], 0.0).to(dtype)
+            b_mean = gl.where(seen_from(zero, BLOCK, True), b_dmean[None, :], 0.0).to(dtype)
             b_rare = start(gl.convert_layout(b_mean, operand(D)), s_q, BLOCK, D)
             b_dx += warpgroup_mma_wait(0, [b_rare]) * (scale * KEY_SCALE)
         b_dx = pairs_backward(b_dx, b_dphi, s_k, s_left, s_right, s_root, KEY_SCALE * KEY_SCALE, D, F)

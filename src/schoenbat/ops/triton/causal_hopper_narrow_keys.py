@@ -33,7 +33,6 @@ from schoenbat.ops.triton.hopper import (
     NARROW,
     accumulator,
     add,
-    anew,
     at_head,
     by_column,
     by_row,
@@ -44,6 +43,7 @@ from schoenbat.ops.triton.hopper import (
     operand,
     place,
     row_sums,
+    seen_from,
     shared_pair,
     shared_tile,
     shared_tiles,
@@ -53,6 +53,7 @@ from schoenbat.ops.triton.hopper import (
     store_multiplied,
     store_rows,
     unit_backward,
+    unknown,
     visible,
 )
 
@@ -94,7 +95,7 @@ def sum_queries(
     first = i_segment * TILES
     num_here = gl.minimum(TILES, NUM_TILES - first)
     for i in range(-1, num_here):
-        zero = anew(0)
+        zero = unknown(0)
         s_weighted, s_narrow = m_weighted.index(zero), m_narrow.index(zero)
         here, there = i & 1, (i + 1) & 1
         async_copy.wait_group(0)
@@ -173,8 +174,6 @@ def key_backward(
     m_narrow, s_constant_weight = shared_tile(dtype, BLOCK, NARROW), shared_vector(BLOCK)
     s_sums, s_totals, s_factor = shared_tiles(dtype, 2, F, V), two_vectors(F), shared_vector(BLOCK)
     b_s1, b_s2, b_z1, b_z2, b_queries, b_grads = sums_of(p_sums, i_segment + 1, SEGMENTS, D, F, V)
-    o_k, o_q = gl.arange(0, BLOCK, by_row(BLOCK)), gl.arange(0, BLOCK, by_column(BLOCK))
-    m_causal = o_k[:, None] <= o_q[None, :]
 
     first = i_segment * TILES
     num_here = gl.minimum(TILES, NUM_TILES - first)
@@ -190,7 +189,7 @@ def key_backward(
     copy_numbers(s_dmeans.index(0), p_dmean, q_start, N_QUERY)
     async_copy.commit_group()
     for i in range(num_here):
-        zero = anew(0)
+        zero = unknown(0)
         s_v, s_g, s_weighted = m_v.index(zero), m_g.index(zero), m_weighted.index(zero)
         s_narrow, s_dscores = m_narrow.index(zero), m_dscores.index(zero)
         here, there = i & 1, (i + 1) & 1
@@ -218,11 +217,14 @@ def key_backward(
 
         b_dots = warpgroup_mma_wait(0, [start(s_v, s_weighted.permute((1, 0)), BLOCK, BLOCK)])
         b_dots += s_dtotal.load(by_column(BLOCK))[None, :]
-        s_dscores.store(gl.where(m_causal, b_dots, 0.0).to(dtype))
+        s_dscores.store(gl.where(seen_from(zero, BLOCK, True), b_dots, 0.0).to(dtype))
         store_features(s_phi, s_q, s_map, s_query_weights, scale, zero, D, F)
         b_phi1 = features(s_k, s_map, s_weights, KEY_SCALE, zero, 0, D, F)
         b_phi2 = features(s_k, s_map, s_weights, KEY_SCALE, zero, 1, D, F)
 
+        zero, here = unknown(0), unknown(i) & 1
+        s_g, s_weighted, s_narrow = m_g.index(zero), m_weighted.index(zero), m_narrow.index(zero)
+        s_inverse, s_constant = s_inverses.index(here), s_constants.index(here)
         # Values first.
         fence_async_shared()
         s_phi1, s_phi2 = s_phi.index(zero).permute((1, 0)), s_phi.index(zero + 1).permute((1, 0))
@@ -234,7 +236,9 @@ def key_backward(
         b_scores, b_dv, b_s1, b_s2, b_1, b_2 = warpgroup_mma_wait(0, [b_scores, b_dv, b_s1, b_s2, b_1, b_2])
         b_z1, b_z2 = b_z1 + row_sums(b_1), b_z2 + row_sums(b_2)
         b_scores += s_constant.load(by_column(BLOCK))[None, :]
-        b_scores = gl.where(m_causal, b_scores * s_inverse.load(by_column(BLOCK))[None, :], 0.0).to(dtype)
+        b_scores = gl.where(
+            seen_from(zero, BLOCK, True), b_scores * s_inverse.load(by_column(BLOCK))[None, :], 0.0
+        ).to(dtype)
         b_dv += b_grads
         b_e = by_all_rows(s_constant_weight, V, dtype)
         b_dv = add(gl.convert_layout(b_scores, operand(V)), s_g, b_dv)
@@ -242,17 +246,20 @@ def key_backward(
         b_dv, b_grads = warpgroup_mma_wait(0, [b_dv, b_grads])
         if p_mask is not None:  # what is masked gets zeros; what lies outside gets nothing
             b_dv = gl.where(visible(k_start, N_KEY, by_row(V), p_mask)[:, None], b_dv, 0.0)
+        s_weighted = m_weighted.index(unknown(0))
         store_rows(p_dvalue, k_start, b_dv, s_weighted, N_KEY, DV, V)
 
         b_dx = b_queries * (scale * KEY_SCALE)
         b_dmean = s_dmean.load(by_column(BLOCK))
         if gl.max(gl.abs(b_dmean), axis=0) > 0.0:
-            b_mean = gl.where(m_causal, b_dmean[None, :], 0.0).to(dtype)
+            b_mean = gl.where(seen_from(zero, BLOCK, True), b_dmean[None, :], 0.0).to(dtype)
             b_rare = start(gl.convert_layout(b_mean, operand(D)), s_q, BLOCK, D)
             b_all = start(by_all_rows(s_dmean, D, dtype), s_q, BLOCK, D)
             b_rare, b_all = warpgroup_mma_wait(0, [b_rare, b_all])
             b_dx += b_rare * (scale * KEY_SCALE)
             b_queries += b_all
+        zero, here = unknown(0), unknown(i) & 1
+        s_v, s_g, s_dscores, s_k = m_v.index(zero), m_g.index(zero), m_dscores.index(zero), s_keys.index(here)
         for j in gl.static_range(2):
             b_dphi = gl.zeros([BLOCK, F], gl.float32, accumulator(F))
             b_dphi += s_totals.index(zero + j).load(by_column(F))[None, :]

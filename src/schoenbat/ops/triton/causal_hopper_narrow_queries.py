@@ -28,7 +28,6 @@ from schoenbat.ops.triton.hopper import (
     BLOCK,
     accumulator,
     add,
-    anew,
     at_head,
     by_column,
     by_row,
@@ -38,6 +37,7 @@ from schoenbat.ops.triton.hopper import (
     operand,
     place,
     row_sums,
+    seen_from,
     shared_pair,
     shared_tile,
     shared_tiles,
@@ -46,6 +46,7 @@ from schoenbat.ops.triton.hopper import (
     start,
     store_rows,
     unit_backward,
+    unknown,
     visible,
 )
 
@@ -102,8 +103,7 @@ def query_backward(
     s_phi, m_one, s_ones = shared_tiles(dtype, 2, BLOCK, F), shared_one(dtype), shared_ones(dtype)
     s_sums, s_totals, s_factor = shared_tiles(dtype, 2, F, V), two_vectors(F), shared_vector(BLOCK)
     b_s1, b_s2, b_z1, b_z2, b_keys, b_values = sums_of(p_sums, 0, i_segment, D, F, V)
-    o_q, o_k = gl.arange(0, BLOCK, by_row(BLOCK)), gl.arange(0, BLOCK, by_column(BLOCK))
-    m_causal = o_q[:, None] >= o_k[None, :]
+    o_q = gl.arange(0, BLOCK, by_row(BLOCK))
     b_dscale = gl.zeros([BLOCK], gl.float32, by_row(D))
 
     first = i_segment * TILES
@@ -119,7 +119,7 @@ def query_backward(
     copy_numbers(s_slopes.index(0), p_slope, q_start, N_QUERY)
     async_copy.commit_group()
     for i in range(num_here):
-        zero = anew(0)
+        zero = unknown(0)
         s_v, s_g, s_out = m_v.index(zero), m_g.index(zero), m_out.index(zero)
         i_tile = first + i
         q_start, k_start = i_tile * BLOCK - FIRST_QUERY, i_tile * BLOCK - FIRST_KEY
@@ -151,14 +151,16 @@ def query_backward(
         b_dots *= gl.convert_layout(b_inverse, by_row(BLOCK))[:, None]
         b_along_out = gl.convert_layout(b_along_out, by_row(BLOCK))
         b_along_mean = gl.convert_layout(b_along_mean, by_row(BLOCK))
-        b_along_mean = (b_along_mean + gl.sum(gl.where(m_causal, b_dots, 0.0), axis=1)) / b_divisor
+        b_along_mean = (
+            b_along_mean + gl.sum(gl.where(seen_from(zero, BLOCK, False), b_dots, 0.0), axis=1)
+        ) / b_divisor
         b_e = s_constants.index(i % 2).load(by_row(BLOCK))
         b_dtotal = -gl.where(b_e == constant, b_along_out, b_along_mean)
         b_dmean = (b_along_mean - b_along_out) * s_slopes.index(i % 2).load(by_row(BLOCK)) / b_divisor
         m_q = visible(q_start, N_QUERY, by_row(BLOCK))
         gl.store(p_dtotal + q_start + o_q, b_dtotal, mask=m_q)
         gl.store(p_dmean + q_start + o_q, b_dmean, mask=m_q)
-        b_dscores = gl.where(m_causal, b_dots + b_dtotal[:, None], 0.0).to(dtype)
+        b_dscores = gl.where(seen_from(zero, BLOCK, False), b_dots + b_dtotal[:, None], 0.0).to(dtype)
         b_dtotal = gl.convert_layout(b_dtotal, by_row(F))
         b_dx = b_seen * (gl.convert_layout(b_dmean, by_row(D)) * KEY_SCALE)[:, None]
 
@@ -175,6 +177,8 @@ def query_backward(
         copy_rows(s_g, p_grad, q_start + BLOCK, stride_gn, N_QUERY, DV, V)
         copy_rows(s_out, p_out, q_start + BLOCK, DV, N_QUERY, DV, V)
         async_copy.commit_group()
+        zero, here = unknown(0), unknown(i) % 2
+        s_q = s_queries.index(here)
         for j in gl.static_range(2):
             b_dphi = b_dtotal[:, None] * s_totals.index(zero + j).load(by_column(F))[None, :]
             b_dphi = add(gl.convert_layout(b_g, operand(F)), s_sums.index(zero + j).permute((1, 0)), b_dphi)

@@ -27,7 +27,6 @@ from schoenbat.ops.triton.hopper import (
     NARROW,
     accumulator,
     add,
-    anew,
     at_head,
     by_column,
     by_row,
@@ -39,6 +38,7 @@ from schoenbat.ops.triton.hopper import (
     operand,
     place,
     row_sums,
+    seen_from,
     shared_pair,
     shared_tile,
     shared_vector,
@@ -46,6 +46,7 @@ from schoenbat.ops.triton.hopper import (
     start,
     store_rows,
     unit_backward,
+    unknown,
     visible,
 )
 
@@ -99,8 +100,7 @@ def query_backward(
     s_z1, s_z2, m_zv = shared_vector(D), shared_vector(F), shared_tile(dtype, V, NARROW)
     s_factor = shared_vector(BLOCK)
     b_s1, b_s2, b_z1, b_z2, b_zv = sums_before(p_sums, 0, i_segment, D, F, V)
-    o_q, o_k = gl.arange(0, BLOCK, by_row(BLOCK)), gl.arange(0, BLOCK, by_column(BLOCK))
-    m_causal = o_q[:, None] >= o_k[None, :]
+    o_q = gl.arange(0, BLOCK, by_row(BLOCK))
     b_dscale = gl.zeros([BLOCK], gl.float32, by_row(D))
 
     first = i_segment * TILES
@@ -116,7 +116,7 @@ def query_backward(
     copy_numbers(s_slopes.index(0), p_slope, q_start, N_QUERY)
     async_copy.commit_group()
     for i in range(num_here):
-        zero = anew(0)
+        zero = unknown(0)
         s_left, s_right = m_left.index(zero), m_right.index(zero)
         s_phi, s_one = m_phi.index(zero), m_one.index(zero)
         s_v, s_g, s_out = m_v.index(zero), m_g.index(zero), m_out.index(zero)
@@ -152,7 +152,7 @@ def query_backward(
         b_divisor = gl.maximum(
             keys_seen(p_count, i_b, i_tile, FIRST_KEY + N_KEY, FIRST_KEY, by_row(BLOCK)), 1.0
         )
-        b_dots = gl.where(m_causal, b_dots, 0.0)
+        b_dots = gl.where(seen_from(zero, BLOCK, False), b_dots, 0.0)
         b_along_mean = gl.sum(b_dots, axis=1) + gl.convert_layout(row_sums(b_before), by_row(BLOCK))
         b_along_mean *= b_inverse / b_divisor
         b_e = s_constants.index(i % 2).load(by_row(BLOCK))
@@ -161,7 +161,9 @@ def query_backward(
         m_q = visible(q_start, N_QUERY, by_row(BLOCK))
         gl.store(p_dtotal + q_start + o_q, b_dtotal, mask=m_q)
         gl.store(p_dmean + q_start + o_q, b_dmean, mask=m_q)
-        b_dscores = gl.where(m_causal, b_dots * b_inverse[:, None] + b_dtotal[:, None], 0.0).to(dtype)
+        b_dscores = gl.where(
+            seen_from(zero, BLOCK, False), b_dots * b_inverse[:, None] + b_dtotal[:, None], 0.0
+        ).to(dtype)
         b_dphi, b_dx = warpgroup_mma_wait(0, [b_dphi, b_dx])
 
         b_dphi = b_dphi * gl.convert_layout(b_inverse, by_row(F))[:, None]
@@ -179,12 +181,16 @@ def query_backward(
         b_dx = b_dx * (linear_weights(p_linear, D, by_column(D)) * KEY_SCALE)[None, :]
         b_keys = s_z1.load(by_column(D)) * KEY_SCALE
         b_dx += gl.convert_layout(b_dmean, by_row(D))[:, None] * b_keys[None, :]
+        zero, here = unknown(0), unknown(i) % 2
+        s_left, s_right = m_left.index(zero), m_right.index(zero)
+        s_v, s_g, s_out = m_v.index(zero), m_g.index(zero), m_out.index(zero)
+        s_q, s_k = s_queries.index(here), s_keys.index(here)
         copy_rows(s_v, p_value, k_start + BLOCK, stride_vn, N_KEY, DV, V, p_mask)
         copy_rows(s_g, p_grad, q_start + BLOCK, stride_gn, N_QUERY, DV, V)
         copy_rows(s_out, p_out, q_start + BLOCK, DV, N_QUERY, DV, V)
         async_copy.commit_group()
         if gl.max(gl.abs(b_dmean), axis=0) > 0.0:  # the floor acts somewhere, which is rare
-            b_mean = gl.where(m_causal, b_dmean[:, None], 0.0).to(dtype)
+            b_mean = gl.where(seen_from(zero, BLOCK, False), b_dmean[:, None], 0.0).to(dtype)
             b_rare = start(gl.convert_layout(b_mean, operand(D)), s_k, BLOCK, D)
             b_dx += warpgroup_mma_wait(0, [b_rare]) * KEY_SCALE
         b_dx = pairs_backward(b_dx, b_dphi, s_q, s_left, s_right, s_root, scale, D, F)

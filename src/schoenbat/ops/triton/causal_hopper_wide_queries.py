@@ -26,7 +26,6 @@ from schoenbat.ops.triton.hopper import (
     NARROW,
     accumulator,
     add,
-    anew,
     at_head,
     by_column,
     by_row,
@@ -37,6 +36,7 @@ from schoenbat.ops.triton.hopper import (
     make_unit,
     place,
     row_sums,
+    seen_from,
     shared_pair,
     shared_tile,
     shared_vector,
@@ -44,6 +44,7 @@ from schoenbat.ops.triton.hopper import (
     start,
     store_rows,
     unit_backward,
+    unknown,
     visible,
 )
 
@@ -113,8 +114,7 @@ def query_backward(
     s_factor = shared_vector(BLOCK)
     b_s1, b_s2, b_z1, b_z2, b_zv = sums_before(p_sums, 0, i_segment, D, F, V)
     rows: gl.constexpr = by_row(BLOCK, WARPS, BLOCK)
-    o_q, o_k = gl.arange(0, BLOCK, rows), gl.arange(0, BLOCK, by_column(BLOCK, WARPS, BLOCK))
-    m_causal = o_q[:, None] >= o_k[None, :]
+    o_q = gl.arange(0, BLOCK, rows)
     b_dscale = gl.zeros([BLOCK], gl.float32, by_row(D, WARPS, BLOCK))
 
     first = i_segment * TILES
@@ -130,7 +130,7 @@ def query_backward(
     copy_numbers(s_slopes.index(0), p_slope, q_start, N_QUERY)
     async_copy.commit_group()
     for i in range(num_here):
-        zero = anew(0)
+        zero = unknown(0)
         s_first, s_left, s_right = m_first.index(zero), m_left.index(zero), m_right.index(zero)
         s_yq, s_yk, s_phi, s_one = m_yq.index(zero), m_yk.index(zero), m_phi.index(zero), m_one.index(zero)
         s_v, s_g, s_out, s_dscores = (
@@ -169,7 +169,7 @@ def query_backward(
         s_yq.store(b_yq.to(dtype))
         s_yk.store(b_yk.to(dtype))
         b_divisor = gl.maximum(keys_seen(p_count, i_b, i_tile, FIRST_KEY + N_KEY, FIRST_KEY, rows), 1.0)
-        b_dots = gl.where(m_causal, b_dots, 0.0)
+        b_dots = gl.where(seen_from(zero, BLOCK, False), b_dots, 0.0)
         b_along_mean = gl.sum(b_dots, axis=1) + gl.convert_layout(row_sums(b_before), rows)
         b_along_mean = b_along_mean / b_divisor
         b_e = s_constants.index(i % 2).load(rows)
@@ -178,13 +178,16 @@ def query_backward(
         m_q = visible(q_start, N_QUERY, rows, None, BLOCK)
         gl.store(p_dtotal + q_start + o_q, b_dtotal, mask=m_q)
         gl.store(p_dmean + q_start + o_q, b_dmean, mask=m_q)
-        s_dscores.store(gl.where(m_causal, b_dots + b_dtotal[:, None], 0.0).to(dtype))
+        s_dscores.store(gl.where(seen_from(zero, BLOCK, False), b_dots + b_dtotal[:, None], 0.0).to(dtype))
         fence_async_shared()
         s_phi.store(pairs_of(s_yk, s_left, s_right, s_root, KEY_SCALE, F).to(dtype))
         b_s1, b_1, b_v = warpgroup_mma_wait(0, [b_s1, b_1, b_v])
         b_z1, b_zv = b_z1 + row_sums(b_1), b_zv + row_sums(b_v)
         fence_async_shared()
 
+        zero = unknown(0)
+        s_v, s_g, s_phi, s_one = m_v.index(zero), m_g.index(zero), m_phi.index(zero), m_one.index(zero)
+        s_dscores, s_s2 = m_dscores.index(zero), m_s2.index(zero)
         b_dphi = add(s_dscores, s_phi, start(s_g, s_s2.permute((1, 0)), BLOCK, F))
         b_s2, b_2 = add_rows(b_s2, s_phi, s_v, s_one, F)
         b_dphi = warpgroup_mma_wait(2, [b_dphi])
@@ -193,6 +196,16 @@ def query_backward(
         b_dphi = b_dphi * (s_root.load(by_column(F, WARPS, BLOCK)) * scale)[None, :]
         b_s2, b_2 = warpgroup_mma_wait(0, [b_s2, b_2])
         b_z2 += row_sums(b_2)
+        zero, here = unknown(0), unknown(i) % 2
+        s_first, s_left, s_right = m_first.index(zero), m_left.index(zero), m_right.index(zero)
+        s_yq, s_phi, s_dscores, s_s1 = (
+            m_yq.index(zero),
+            m_phi.index(zero),
+            m_dscores.index(zero),
+            m_s1.index(zero),
+        )
+        s_v, s_g, s_out = m_v.index(zero), m_g.index(zero), m_out.index(zero)
+        s_q, s_k = s_queries.index(here), s_keys.index(here)
         copy_rows(s_v, p_value, k_start + BLOCK, stride_vn, N_KEY, DV, V, p_mask)
         copy_rows(s_out, p_out, q_start + BLOCK, DV, N_QUERY, DV, V)
         b_dy = pairs_backward(b_dphi, s_yq, s_left, s_right, s_phi, F)
@@ -207,7 +220,7 @@ def query_backward(
         b_dx = b_dx * (linear_weights(p_linear, D, by_column(D, WARPS, BLOCK)) * KEY_SCALE)[None, :]
         b_dx += gl.convert_layout(b_dmean, by_row(D, WARPS, BLOCK))[:, None] * (b_keys * KEY_SCALE)
         if gl.max(gl.abs(b_dmean), axis=0) > 0.0:  # the floor acts somewhere, which is rare
-            s_dscores.store(gl.where(m_causal, b_dmean[:, None], 0.0).to(dtype))
+            s_dscores.store(gl.where(seen_from(zero, BLOCK, False), b_dmean[:, None], 0.0).to(dtype))
             fence_async_shared()
             b_dx += warpgroup_mma_wait(0, [start(s_dscores, s_k, BLOCK, D)]) * KEY_SCALE
         b_dx = warpgroup_mma_wait(0, [add(s_yq, s_first, b_dx)])

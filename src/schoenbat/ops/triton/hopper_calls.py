@@ -42,7 +42,7 @@ def _has_both(queries: int, keys: int) -> bool:
 
 
 def goes_in_one_pass(shape: Shape, plan: Plan, query: Tensor, key: Tensor) -> bool:
-    """Whether Hopper's own causal kernels take a call; wide groups only such calls have, and no other kernels."""
+    """Whether Hopper's own causal kernels take a call; wide groups have no other kernels."""
     if not plan.is_wide:
         return takes_pairs(shape, plan, query, key)
     if not has_kernels(query.device):

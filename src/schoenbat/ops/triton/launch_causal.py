@@ -123,7 +123,7 @@ def attend(
     key_scale: float,
     unit: Unit,
 ) -> list[Tensor]:
-    """Outputs, and what the backward pass starts from: of each row three values; sums, if Hopper's kernels ran.
+    """Outputs, and what the backward pass starts from: three values of each row; sums of Hopper's kernels.
 
     With a mask, `seen` is what `keys_seen` gives.
     A sequence goes on from the four sums of a `state` of `count` keys, or (with none and None) from nothing.
