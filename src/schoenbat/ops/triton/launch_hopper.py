@@ -106,8 +106,7 @@ def _tiles_and_segments(queries: int, keys: int, heads: int, shape: Shape, plan:
 def empty_sums(query: Tensor, key: Tensor, shape: Shape, plan: Plan) -> Tensor:
     """Room for the sums over keys of each segment but the last, by key head; rows are `as_rows` of a call.
 
-    It is little, whatever the length: at most 9 MB where heads have up to 64 channels, else 18. Tensors may be
-    fake.
+    It is little, whatever the length: at most 9 MB where heads have up to 64 channels, else 18.
     """
     heads, key_heads = query.shape[0] * query.shape[1], key.shape[0] * key.shape[1]
     _, segments = _tiles_and_segments(query.shape[-2], key.shape[-2], heads, shape, plan)
