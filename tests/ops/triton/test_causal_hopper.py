@@ -122,6 +122,13 @@ def test_long_sequences_on_a_gpu(length, dim, num_features):
     assert_close_to_specification(features, tensors, torch.linspace(0.5, 2.5, 4), "eager", **options)
 
 
+def assert_gradients_of_squares(inputs, features):
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    rmfa(*exact, features, is_causal=True, implementation="reference").square().sum().backward()
+    for got, right in zip(inputs, exact, strict=True):
+        assert (got.grad.double() - right.grad).norm() < 3e-2 * right.grad.norm()
+
+
 @WIDTHS
 def test_a_gradient_may_begin_anywhere(dim):
     """As that of a part of a flat tensor does: it is contiguous, and not aligned."""
@@ -130,7 +137,38 @@ def test_a_gradient_may_begin_anywhere(dim):
     others = torch.zeros(3, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
     out = rmfa(*inputs, features, is_causal=True, implementation="triton")
     torch.cat([others, out.flatten()]).square().sum().backward()
-    exact = [x.detach().double().requires_grad_() for x in inputs]
-    rmfa(*exact, features, is_causal=True, implementation="reference").square().sum().backward()
-    for got, right in zip(inputs, exact, strict=True):
-        assert (got.grad.double() - right.grad).norm() < 3e-2 * right.grad.norm()
+    assert_gradients_of_squares(inputs, features)
+
+
+@WIDTHS
+def test_rows_may_begin_anywhere(dim):
+    """And lie anywhere: columns of a wider tensor, by steps that are no multiples of 16."""
+    features = draw_map(dim, max(128, 2 * dim))
+    inputs = []
+    for x in draw(70, 70, dim=dim):
+        wider = torch.cat([torch.zeros_like(x[..., :5]), x], dim=-1).to(DEVICE)
+        inputs.append(wider[..., 5:].requires_grad_())
+    rmfa(*inputs, features, is_causal=True, implementation="triton").square().sum().backward()
+    assert_gradients_of_squares(inputs, features)
+
+
+@WIDTHS
+def test_compiled_calls_keep_their_sums(dim):
+    """In one graph, for all lengths: how much is kept is known while lengths are symbols."""
+    features = draw_map(dim, max(128, 2 * dim))
+    inputs = [x.to(DEVICE).requires_grad_() for x in draw(150, 150, dim=dim)]
+    attention = partial(rmfa, features=features, is_causal=True, implementation="triton")
+    compiled = torch.compile(attention, fullgraph=True, dynamic=True, backend="aot_eager")
+    compiled(*inputs).square().sum().backward()
+    assert_gradients_of_squares(inputs, features)
+
+
+@WIDTHS
+def test_sums_over_keys_are_formed_once(dim, monkeypatch):
+    """Gradients find those of the forward pass."""
+    from schoenbat.ops.triton import launch_hopper
+
+    formed = recorded(monkeypatch, launch_hopper, ["_sum_keys"])
+    inputs = [x.to(DEVICE).requires_grad_() for x in draw(150, 150, dim=dim)]
+    rmfa(*inputs, draw_map(dim, max(128, 2 * dim)), is_causal=True, implementation="triton").sum().backward()
+    assert formed == ["_sum_keys"]

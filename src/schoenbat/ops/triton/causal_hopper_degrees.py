@@ -63,7 +63,7 @@ LENGTHS = (*causal_hopper.LENGTHS, "MAP_TILES")
 
 @gluon.jit
 def packing_again(of_first, of_second):
-    """The same, unknown to the assembler."""
+    """The same, `unknown`: places of the levels' tiles are worked out again."""
     short, full_first = of_first
     middle, narrow, full_second = of_second
     return (unknown(short), full_first), (unknown(middle), unknown(narrow), full_second)

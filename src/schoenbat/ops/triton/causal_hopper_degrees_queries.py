@@ -132,7 +132,7 @@ def through_both(b_one, b_two, s_x, s_free, s_tiles, s_added, of_first, of_secon
 
 @gluon.jit
 def again(m_q, m_k, m_v, m_g, m_sums):
-    """The same tiles, whose places are worked out once more."""
+    """A zero that is `unknown`, and the tiles there: each phase works out places anew, and none are kept for the next."""
     zero = unknown(0)
     return zero, m_q.index(zero), m_k.index(zero), m_v.index(zero), m_g.index(zero), m_sums.index(zero)
 

@@ -319,6 +319,7 @@ def key_backward(
         b_weight = linear_weights(p_linear, D, by_column(D))
         b_queries = b_weight * s_z1.load(by_column(D)) + s_zm.load(by_column(D))
         b_dx += (b_queries * (scale * KEY_SCALE))[None, :]
+        # Places of tiles are worked out again: see `unknown`.
         zero, here = unknown(0), unknown(i) & 1
         s_left, s_right, s_phi = m_left.index(zero), m_right.index(zero), m_phi.index(zero)
         s_dscores, s_q, s_k = m_dscores.index(zero), s_queries.index(here), s_keys.index(here)

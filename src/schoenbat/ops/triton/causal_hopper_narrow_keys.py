@@ -222,6 +222,7 @@ def key_backward(
         b_phi1 = features(s_k, s_map, s_weights, KEY_SCALE, zero, 0, D, F)
         b_phi2 = features(s_k, s_map, s_weights, KEY_SCALE, zero, 1, D, F)
 
+        # Places of tiles are worked out again: see `unknown`.
         zero, here = unknown(0), unknown(i) & 1
         s_g, s_weighted, s_narrow = m_g.index(zero), m_weighted.index(zero), m_narrow.index(zero)
         s_inverse, s_constant = s_inverses.index(here), s_constants.index(here)

@@ -177,6 +177,7 @@ def query_backward(
         copy_rows(s_g, p_grad, q_start + BLOCK, stride_gn, N_QUERY, DV, V)
         copy_rows(s_out, p_out, q_start + BLOCK, DV, N_QUERY, DV, V)
         async_copy.commit_group()
+        # Places of tiles are worked out again: see `unknown`.
         zero, here = unknown(0), unknown(i) % 2
         s_q = s_queries.index(here)
         for j in gl.static_range(2):

@@ -181,6 +181,7 @@ def query_backward(
         b_dx = b_dx * (linear_weights(p_linear, D, by_column(D)) * KEY_SCALE)[None, :]
         b_keys = s_z1.load(by_column(D)) * KEY_SCALE
         b_dx += gl.convert_layout(b_dmean, by_row(D))[:, None] * b_keys[None, :]
+        # Places of tiles are worked out again: see `unknown`.
         zero, here = unknown(0), unknown(i) % 2
         s_left, s_right = m_left.index(zero), m_right.index(zero)
         s_v, s_g, s_out = m_v.index(zero), m_g.index(zero), m_out.index(zero)

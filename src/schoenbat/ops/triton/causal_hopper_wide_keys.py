@@ -38,6 +38,7 @@ from schoenbat.ops.triton.hopper import (
     NARROW,
     accumulator,
     add,
+    anew,
     at_head,
     by_column,
     by_row,
@@ -45,7 +46,6 @@ from schoenbat.ops.triton.hopper import (
     copy_rows,
     make_unit,
     place,
-    seen_from,
     shared_pair,
     shared_tile,
     shared_vector,
@@ -54,7 +54,6 @@ from schoenbat.ops.triton.hopper import (
     store_multiplied,
     store_rows,
     unit_backward,
-    unknown,
     visible,
 )
 
@@ -87,7 +86,7 @@ def sum_queries(
     first = i_segment * TILES
     num_here = gl.minimum(TILES, NUM_TILES - first)
     for i in range(-1, num_here):
-        zero = unknown(0)
+        zero = anew(0)
         s_first, s_left, s_right = m_first.index(zero), m_left.index(zero), m_right.index(zero)
         s_y, s_phi, s_weights = m_y.index(zero), m_phi.index(zero), m_weights.index(zero)
         here, there = i & 1, (i + 1) & 1
@@ -172,6 +171,9 @@ def key_backward(
     s_zms.index(0).store(b_zm)
     vector: gl.constexpr = by_row(NARROW, WARPS)
     columns: gl.constexpr = by_column(BLOCK, WARPS, BLOCK)
+    m_causal = (
+        gl.arange(0, BLOCK, by_row(BLOCK, WARPS, BLOCK))[:, None] <= gl.arange(0, BLOCK, columns)[None, :]
+    )
 
     first = i_segment * TILES
     num_here = gl.minimum(TILES, NUM_TILES - first)
@@ -187,7 +189,7 @@ def key_backward(
     copy_numbers(s_dmeans.index(0), p_dmean, q_start, N_QUERY)
     async_copy.commit_group()
     for i in range(num_here):
-        zero = unknown(0)
+        zero = anew(0)
         s_first, s_left, s_right = m_first.index(zero), m_left.index(zero), m_right.index(zero)
         s_yq, s_yk, s_weights = m_yq.index(zero), m_yk.index(zero), m_weights.index(zero)
         s_phiq, s_phik, s_dscores = m_phiq.index(zero), m_phik.index(zero), m_dscores.index(zero)
@@ -221,9 +223,7 @@ def key_backward(
         b_yq, b_yk, b_dscores = warpgroup_mma_wait(3, [b_yq, b_yk, b_dscores])
         s_yq.store(b_yq.to(dtype))
         s_yk.store(b_yk.to(dtype))
-        s_dscores.store(
-            gl.where(seen_from(zero, BLOCK, True), b_dscores + s_dtotal.load(columns)[None, :], 0.0).to(dtype)
-        )
+        s_dscores.store(gl.where(m_causal, b_dscores + s_dtotal.load(columns)[None, :], 0.0).to(dtype))
         fence_async_shared()
         s_phiq.store(pairs_of(s_yq, s_left, s_right, s_root, scale, F).to(dtype))
         b_s1, b_1, b_g = warpgroup_mma_wait(0, [b_s1, b_1, b_g])
@@ -235,7 +235,7 @@ def key_backward(
         fence_async_shared()
 
         # Values first. Places of tiles are worked out again: kept until here they would take registers.
-        zero, here = unknown(0), unknown(i) & 1
+        zero, here = anew(0), anew(i) & 1
         s_v, s_g, s_dscores = m_v.index(zero), m_g.index(zero), m_dscores.index(zero)
         s_q, s_k, s_weights = s_queries.index(here), s_keys.index(here), m_weights.index(zero)
         b_linear_scores = start(s_k, s_q.permute((1, 0)), BLOCK, BLOCK)
@@ -251,18 +251,10 @@ def key_backward(
         else:
             store_weighted(s_phik, s_k, p_linear, scale * KEY_SCALE, D)
             b_scores = warpgroup_mma_wait(0, [add(s_phik, s_q.permute((1, 0)), b_scores)])
-        b_scores = gl.where(seen_from(zero, BLOCK, True), b_scores + s_constant.load(columns)[None, :], 0.0)
+        b_scores = gl.where(m_causal, b_scores + s_constant.load(columns)[None, :], 0.0)
         s_scores = s_phik.slice(0, BLOCK, 1)
         s_scores.store(b_scores.to(dtype))
         fence_async_shared()
-        zero = unknown(0)
-        s_phiq, s_phik, s_dscores = m_phiq.index(zero), m_phik.index(zero), m_dscores.index(zero)
-        s_v, s_g, s_s2, s_scores = (
-            m_v.index(zero),
-            m_g.index(zero),
-            m_s2.index(zero),
-            s_phik.slice(0, BLOCK, 1),
-        )
         b_dv = add(s_scores, s_g, b_dv)
         b_dphi = add(s_dscores, s_phiq, start(s_v, s_s2.permute((1, 0)), BLOCK, F))
         b_dv = warpgroup_mma_wait(2, [b_dv])
@@ -277,28 +269,11 @@ def key_backward(
         columns_f: gl.constexpr = by_column(F, WARPS, BLOCK)
         b_dphi += s_z2.load(columns_f)[None, :]
         b_dphi = b_dphi * (s_root.load(columns_f) * (KEY_SCALE * KEY_SCALE))[None, :]
-        zero, here = unknown(0), unknown(i) & 1
-        s_yk, s_left, s_right = m_yk.index(zero), m_left.index(zero), m_right.index(zero)
-        s_phik, s_v, s_s1, s_dscores = (
-            m_phik.index(zero),
-            m_v.index(zero),
-            m_s1.index(zero),
-            m_dscores.index(zero),
-        )
-        s_q = s_queries.index(here)
         b_dy = pairs_backward(b_dphi, s_yk, s_left, s_right, s_phik, F)
         b_dx, b_more = start(s_v, s_s1.permute((1, 0)), BLOCK, D), start(s_dscores, s_q, BLOCK, D)
         s_yk.store(warpgroup_mma_wait(2, [b_dy]).to(dtype))
         fence_async_shared()
         b_dx, b_more = warpgroup_mma_wait(0, [b_dx, b_more])
-        zero, here = unknown(0), unknown(i) & 1
-        s_v, s_first, s_yk, s_dscores = (
-            m_v.index(zero),
-            m_first.index(zero),
-            m_yk.index(zero),
-            m_dscores.index(zero),
-        )
-        s_q, s_k = s_queries.index(here), s_keys.index(here)
         copy_rows(s_v, p_value, k_start - BLOCK, stride_vn, N_KEY, DV, V, p_mask)
         async_copy.commit_group()
         b_weight = linear_weights(p_linear, D, by_column(D, WARPS, BLOCK))
@@ -306,7 +281,7 @@ def key_backward(
         b_dx += (b_more * b_weight[None, :] + b_queries[None, :]) * (scale * KEY_SCALE)
         b_dmean = s_dmean.load(columns)
         if gl.max(gl.abs(b_dmean), axis=0) > 0.0:
-            s_dscores.store(gl.where(seen_from(zero, BLOCK, True), b_dmean[None, :], 0.0).to(dtype))
+            s_dscores.store(gl.where(m_causal, b_dmean[None, :], 0.0).to(dtype))
             fence_async_shared()
             b_dx += warpgroup_mma_wait(0, [start(s_dscores, s_q, BLOCK, D)]) * (scale * KEY_SCALE)
         b_dx = warpgroup_mma_wait(0, [add(s_yk, s_first, b_dx)])

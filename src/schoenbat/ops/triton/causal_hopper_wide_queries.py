@@ -185,6 +185,7 @@ def query_backward(
         b_z1, b_zv = b_z1 + row_sums(b_1), b_zv + row_sums(b_v)
         fence_async_shared()
 
+        # Places of tiles are worked out again: see `unknown`.
         zero = unknown(0)
         s_v, s_g, s_phi, s_one = m_v.index(zero), m_g.index(zero), m_phi.index(zero), m_one.index(zero)
         s_dscores, s_s2 = m_dscores.index(zero), m_s2.index(zero)
