@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 import triton
-from ops.triton.sass import overwritten, rewritten, running, serialized
+from ops.triton.sass import overwritten, reloaded, rewritten, running, serialized
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -147,6 +147,7 @@ def usage(kernel, constants, dtype, tiles, arch):
         "overwritten": overwritten(code),
         "rewritten": rewritten(code),
         "serialized": serialized(code),
+        "reloaded": reloaded(code),
         "registers": registers,
         "limit": tiles.registers,
         "stack": stack,

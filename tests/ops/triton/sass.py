@@ -1,4 +1,4 @@
-"""What the code of a GPU, as nvdisasm prints it, tells of products of warp groups that read registers.
+"""What the code of a GPU, as nvdisasm prints it, tells of products of warp groups that read registers, and of spills.
 
 Assemblers before CUDA 13.3 get such products wrong in two ways: they write to the registers while a product
 is still running, and they forget that a loop needs them again (docs/kernels.md).
@@ -73,6 +73,10 @@ class Program:
             may_stay = may_stay or bool(re.match("!?U?P", instruction.arguments))
         if may_stay or not (jumps or instruction.name == "EXIT"):
             yield from range(place + 1, min(place + 2, len(self.code)))
+
+    def back(self, place: int) -> list[int]:
+        """Where a jump goes back to."""
+        return [follower for follower in self.followers[place] if follower <= place]
 
     def writers(
         self, starts: Iterable[int], registers: set[int], end: int | None = None
@@ -155,3 +159,21 @@ def serialized(printed: str) -> bool:
     """Whether each product is waited for alone: an assembler's way out of too few registers."""
     products = [x.arguments for x in Program(printed).code if x.name.startswith("HGMMA")]
     return bool(products) and all("gsb0" in arguments for arguments in products)
+
+
+def reloaded(printed: str) -> int:
+    """How often the longest loop, which is the one over tiles, loads registers that were spilled.
+
+    It counts more than how many are: most of what is spilled before a loop is needed in it once or never.
+    """
+    program = Program(printed)
+    loops: list[list[int]] = []
+    for start, end in sorted(
+        (min(back), place) for place in range(len(program.code)) if (back := program.back(place))
+    ):
+        if loops and start <= loops[-1][1]:
+            loops[-1][1] = max(loops[-1][1], end)  # within the one before, or behind its longest branch
+        else:
+            loops.append([start, end])
+    first, last = max(loops, key=lambda loop: loop[1] - loop[0], default=(0, -1))
+    return sum(instruction.name.startswith("LDL") for instruction in program.code[first : last + 1])

@@ -27,14 +27,11 @@ SPILLED_BY_TRAINED_MAPS = 750
 # A decoding step of two warps was still the fastest.
 SPILLED_BY_DECODING = 160
 # Sums stay in registers from tile to tile: what is left for places in memory is spilled.
-SPILLED_BESIDE_SUMS = 480
-# Beside scores of 128 × 128 and all levels, that is more.
-SPILLED_BY_CAUSAL_DEGREES = 760
+SPILLED_BESIDE_SUMS = 440
+# Where shared memory leaves no cache, what counts is how often a tile loads what was spilled.
+RELOADED_BESIDE_SUMS = 120
 # Three programs at a time on a multiprocessor instead of two were worth it.
 SPILLED_WITH_FEWER_REGISTERS = 450
-
-# Known, and not mended yet.
-SERIALIZED = {"causal_hopper_narrow_queries.query_backward"}
 
 
 @pytest.fixture(scope="module")
@@ -57,12 +54,10 @@ def allowed(usage):
         return SPILLED_WITH_FEWER_REGISTERS
     if usage["kernel"].endswith("map_backward"):
         return SPILLED_BY_TRAINED_MAPS * (usage["width"] // 64)
-    if usage["width"] > 64:
-        return SPILLED_BY_WIDE_HEADS
-    if usage["kernel"].startswith("causal_hopper_degrees"):
-        return SPILLED_BY_CAUSAL_DEGREES
     if "hopper" in usage["kernel"]:
         return SPILLED_BESIDE_SUMS
+    if usage["width"] > 64:
+        return SPILLED_BY_WIDE_HEADS
     if usage["kernel"] == "decode.step":
         return SPILLED_BY_DECODING
     if usage["dtype"] == "torch.bfloat16" and not usage["quadratic"]:
@@ -80,6 +75,11 @@ def test_nothing_spills_more_than_is_known(usages):
     assert len(usages) == 165
     for usage in usages:
         assert usage["stack"] <= allowed(usage), usage
+
+
+def test_tiles_of_hopper_kernels_seldom_load_what_was_spilled(usages):
+    found = [usage["reloaded"] for usage in usages if "hopper" in usage["kernel"]]
+    assert 0 < max(found) <= RELOADED_BESIDE_SUMS
 
 
 def test_shared_memory_suffices(every_usage):
@@ -103,7 +103,7 @@ def test_registers_of_products_are_not_written_to_before_these_are_waited_for(us
 def test_products_of_hopper_kernels_follow_one_another(usages):
     """An assembler that runs out of registers waits for each of them."""
     for usage in usages:
-        if "hopper" in usage["kernel"] and usage["kernel"] not in SERIALIZED:
+        if "hopper" in usage["kernel"]:
             assert not usage["serialized"], usage
 
 

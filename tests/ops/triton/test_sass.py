@@ -1,7 +1,7 @@
 """Reading what nvdisasm prints."""
 
 import pytest
-from ops.triton.sass import overwritten, rewritten, running, serialized
+from ops.triton.sass import overwritten, reloaded, rewritten, running, serialized
 
 PRODUCT = "HGMMA.64x64x16.F32.BF16 R56, R128, gdesc[UR8], R56, gsb0"
 WAIT = "WARPGROUP.DEPBAR.LE gsb0, 0x0"
@@ -80,3 +80,21 @@ def test_products_that_follow_one_another_are_not_serialized():
     assert serialized(printed(PRODUCT, WAIT, PRODUCT, WAIT, "EXIT"))
     assert not serialized(printed(first, PRODUCT, WAIT, PRODUCT, WAIT, "EXIT"))
     assert not serialized(printed("EXIT"))
+
+
+def test_loads_of_spills_are_counted_in_the_longest_loop():
+    spill, load = "STL [R1+0x4], R8", "LDL R9, [R1+0x4]"
+    short = ".L_x_2:", load, "@P1 BRA `(.L_x_2)"
+    assert (
+        reloaded(
+            printed(spill, load, ".L_x_1:", load, *short, spill, "LDL.64 R2, [R1]", "@P0 BRA `(.L_x_1)", load)
+        )
+        == 3
+    )
+    assert reloaded(printed(spill, load, "EXIT")) == 0
+
+
+def test_a_loop_may_go_on_behind_its_longest_branch():
+    load = "LDL R9, [R1+0x4]"
+    inner = ".L_x_2:", load, "@P1 BRA `(.L_x_1)", load, "@P0 BRA `(.L_x_2)"
+    assert reloaded(printed(load, ".L_x_1:", load, *inner, "EXIT")) == 3
