@@ -1,6 +1,6 @@
-"""What the code of a GPU, as nvdisasm prints it, tells of products of warp groups that read registers, and of spills.
+"""What the code of a GPU, as nvdisasm prints it, tells of spills, and of warp groups' products that read registers.
 
-Assemblers before CUDA 13.3 get such products wrong in two ways: they write to the registers while a product
+Assemblers before CUDA 13.3 get these wrong in two ways: they write to the registers while a product
 is still running, and they forget that a loop needs them again (docs/kernels.md).
 """
 
