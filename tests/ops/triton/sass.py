@@ -1,4 +1,4 @@
-"""What the code of a GPU, as nvdisasm prints it, tells of spills, and of warp groups' products that read registers.
+"""What the code of a GPU, as nvdisasm prints it, tells of spills, and of products that read registers.
 
 Assemblers before CUDA 13.3 get these wrong in two ways: they write to the registers while a product
 is still running, and they forget that a loop needs them again (docs/kernels.md).
