@@ -31,14 +31,16 @@ def takes_pairs(shape: Shape, plan: Plan, query: Tensor, key: Tensor) -> bool:
     pairs = plan.monomials - shape.dim
     fits = pairs <= 96 if is_narrow(shape) else plan.num_groups * plan.group == shape.block_d
     fits = fits and plan.identity and plan.quadratic == 1 and plan.group == 64
-    fits = fits and _has_both(query.shape[-2], key.shape[-2])
     fits = fits and not shape.dim % _ALIGNED and not shape.value_dim % _ALIGNED
-    return fits and _fits(shape, (32, 64, 128)) and has_kernels(query.device)
+    fits = fits and _fits(shape, (32, 64, 128)) and has_kernels(query.device)
+    # Last: lengths that are symbols are decided upon only where it matters.
+    return fits and _has_both(query.shape[-2], key.shape[-2])
 
 
 def _has_both(queries: int, keys: int) -> bool:
     """Whether there are queries and keys at most positions."""
-    return 0 < max(queries, keys) <= 2 * min(queries, keys)
+    most, fewest = torch.sym_max(queries, keys), torch.sym_min(queries, keys)
+    return 0 < most <= 2 * fewest
 
 
 def goes_in_one_pass(shape: Shape, plan: Plan, query: Tensor, key: Tensor) -> bool:

@@ -111,7 +111,8 @@ def empty_sums(query: Tensor, key: Tensor, shape: Shape, plan: Plan) -> Tensor:
     heads, key_heads = query.shape[0] * query.shape[1], key.shape[0] * key.shape[1]
     _, segments = _tiles_and_segments(query.shape[-2], key.shape[-2], heads, shape, plan)
     size = _sizes_of_sums(shape, plan)[0]
-    return key.new_empty(key_heads * (segments - 1) * size, dtype=torch.float32)
+    # Never empty: a compiler would take that for another graph, and an exported one would refuse it.
+    return key.new_empty(torch.sym_max(2, key_heads * (segments - 1) * size), dtype=torch.float32)
 
 
 def constants(shape: Shape, plan: Plan, heads: int, unit: Unit) -> dict[str, Any]:
