@@ -113,7 +113,10 @@ def test_the_state_is_that_of_the_eager_functions():
         state.update(key, value, features, implementation=implementation)
         _, state = rmfa_step(key, key, value, features, state, implementation=implementation)
         states.append(vars(state))
-    torch.testing.assert_close(*states)
+    eager, fused = states
+    # Sums may cancel: what is rounded is their terms, whatever is left of them.
+    assert torch.equal(eager.pop("count"), fused.pop("count"))
+    assert all(relative_error(fused[name], eager[name]) < TOLERANCE[torch.float32] for name in eager)
 
 
 def test_a_feature_without_weight_does_no_harm():
