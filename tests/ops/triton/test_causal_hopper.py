@@ -153,8 +153,8 @@ def test_rows_may_begin_anywhere(dim):
 
 
 @WIDTHS
-def test_compiled_calls_keep_their_sums(dim):
-    """In one graph, for all lengths: how much is kept is known while lengths are symbols."""
+def test_compiled_calls_take_these_kernels(dim):
+    """In one graph, while lengths are symbols."""
     features = draw_map(dim, max(128, 2 * dim))
     inputs = [x.to(DEVICE).requires_grad_() for x in draw(150, 150, dim=dim)]
     attention = partial(rmfa, features=features, is_causal=True, implementation="triton")

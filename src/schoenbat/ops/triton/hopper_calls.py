@@ -12,7 +12,7 @@ from schoenbat.ops.triton.plan import Plan, padded
 
 # Copies of 16 bytes want rows that begin at multiples of it; Triton knows of multiples of 16 numbers alone.
 _ALIGNED = 16
-# The width of the narrowest product: that of y = Pᵀx, of which pairs are.
+# The narrowest product, that of y = Pᵀx; `hopper` says so, too, but cannot be imported everywhere.
 _NARROW = 16
 # Tiles of directions that shared memory has room for beside rows and sums. Each group has one, so that
 # none has more than 16.
