@@ -123,7 +123,7 @@ def seen_from(zero, ROWS: gl.constexpr, KEYS_FIRST: gl.constexpr):
     """Which queries of a tile see which of its keys, [queries, keys] or [keys, queries]; the zero is `unknown`.
 
     Compared where it is asked: kept from tile to tile it would take registers. Columns are taken apart, so that rows
-    are compared with numbers that are known when the kernel is compiled.
+    are compared with numbers that are known when the kernel is compiled, but for where a group of warps has its columns.
     """
     layout: gl.constexpr = accumulator(ROWS, gl.num_warps(), ROWS)
     o_row = gl.arange(0, ROWS, gl.SliceLayout(1, layout)) + zero
