@@ -5,6 +5,7 @@ as torch's own cache would hide what lies beyond a tensor. The report has the fo
 gpu_summary.py counts it with the other tests.
 """
 
+import argparse
 import itertools
 import os
 import shutil
@@ -34,28 +35,31 @@ TOOL = "compute-sanitizer"
 CONSTRUCTIONS = ("exact-low", "unbiased", "paper")
 # Channels of queries and keys, of values, and features; all but the second have their own kernels on Hopper.
 SIZES = ((64, 64, 128), (32, 24, 64), (32, 32, 128), (128, 128, 256))
+MAPS = {
+    ",".join(map(str, (construction, *size))): (construction, *size)
+    for construction, size in itertools.product(CONSTRUCTIONS, SIZES)
+}
 FINISHED = "all calls ran"
 MOST_LINES = 40
 
 
-def calls(construction: str) -> Iterator[str]:
+def calls(construction: str, head_dim: int, value_dim: int, num_features: int) -> Iterator[str]:
     """Name every call, then run it."""
-    for head_dim, value_dim, num_features in SIZES:
-        options = {"construction": construction, "scale": 2.0, "seed": 0, "device": "cuda"}
-        features = MaclaurinFeatures(head_dim, num_features, **options)
-        name = f"{construction}, d = {head_dim}, {value_dim}"
-        for is_causal, width in itertools.product((False, True), (None, 20)):
-            window = "" if width is None else f", window of ±{width}"
-            yield f"{name}, {'causal' if is_causal else 'bidirectional'}{window}"
-            attend(features, value_dim, is_causal, width)
-        yield f"{name}, decoding"
-        decode(features, value_dim)
-        yield f"{name}, a prompt onto a state"
-        go_on(features, value_dim)
-        trained = MaclaurinFeatures(head_dim, num_features, trainable=True, **options)
-        for is_causal in (False, True):
-            yield f"{name}, {'causal' if is_causal else 'bidirectional'}, trained"
-            attend(trained, value_dim, is_causal, None)
+    options = {"construction": construction, "scale": 2.0, "seed": 0, "device": "cuda"}
+    features = MaclaurinFeatures(head_dim, num_features, **options)
+    name = f"{construction}, d = {head_dim}, {value_dim}"
+    for is_causal, width in itertools.product((False, True), (None, 20)):
+        window = "" if width is None else f", window of ±{width}"
+        yield f"{name}, {'causal' if is_causal else 'bidirectional'}{window}"
+        attend(features, value_dim, is_causal, width)
+    yield f"{name}, decoding"
+    decode(features, value_dim)
+    yield f"{name}, a prompt onto a state"
+    go_on(features, value_dim)
+    trained = MaclaurinFeatures(head_dim, num_features, trainable=True, **options)
+    for is_causal in (False, True):
+        yield f"{name}, {'causal' if is_causal else 'bidirectional'}, trained"
+        attend(trained, value_dim, is_causal, None)
 
 
 def draw(length: int, *widths: int) -> list[torch.Tensor]:
@@ -97,16 +101,16 @@ def decode(features: MaclaurinFeatures, value_dim: int) -> None:
     torch.cuda.synchronize()
 
 
-def check() -> str | None:
-    """What the tool found, if anything; a process for each construction, all at once."""
-    with ThreadPoolExecutor() as pool:
-        problems = [problem for problem in pool.map(check_construction, CONSTRUCTIONS) if problem]
+def check(jobs: int) -> str | None:
+    """What the tool found, if anything; a process for each map, as compiling is what takes the time."""
+    with ThreadPoolExecutor(jobs) as pool:
+        problems = [problem for problem in pool.map(check_map, MAPS) if problem]
     print(*(problems or ["no bad access"]), sep="\n\n")
     return "\n\n".join(problems) or None
 
 
-def check_construction(construction: str) -> str | None:
-    command = [TOOL, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, __file__, construction]
+def check_map(name: str) -> str | None:
+    command = [TOOL, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, __file__, "--map", name]
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True)
     lines = [line for line in (ended.stdout + ended.stderr).splitlines() if "Host Frame" not in line]
@@ -114,17 +118,21 @@ def check_construction(construction: str) -> str | None:
     if ended.returncode == 0 and FINISHED in lines:
         return None
     reported = [line for line in lines if line.startswith("=====")] + lines[-5:]
-    names = [line for line in lines if line.startswith(construction)]
+    names = [line for line in lines if line.startswith(name.split(",")[0])]
     last_call = "after all calls" if FINISHED in lines else (names or ["no call began"])[-1]
-    return "\n".join([f"{construction}: {last_call}", *reported[:MOST_LINES]])
+    return "\n".join([f"{name}: {last_call}", *reported[:MOST_LINES]])
 
 
 def main() -> None:
-    report = sys.argv[1] if len(sys.argv) > 1 else "out/memcheck.xml"
-    if report in CONSTRUCTIONS:
+    parser = argparse.ArgumentParser(description="Fused kernels under compute-sanitizer's memcheck.")
+    parser.add_argument("report", nargs="?", type=Path, default=Path("out/memcheck.xml"))
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at once")
+    parser.add_argument("--map", choices=MAPS, metavar="MAP", help="the calls of one map, in this process")
+    arguments = parser.parse_args()
+    if arguments.map is not None:
         # So few that each has several tiles, as in long sequences.
         launch._PROGRAMS, launch_degrees._PROGRAMS, launch_hopper._PROGRAMS = 2, 2, 4
-        for name in calls(report):
+        for name in calls(*MAPS[arguments.map]):
             print(name, flush=True)
         print(FINISHED)
         return
@@ -133,8 +141,8 @@ def main() -> None:
             f"{TOOL} is not installed, so accesses of memory were not checked; it comes with the CUDA toolkit"
         )
         return
-    problem = check()
-    write_report(Path(report), "memcheck", {"no_bad_access": problem})
+    problem = check(arguments.jobs)
+    write_report(arguments.report, "memcheck", {"no_bad_access": problem})
     sys.exit(problem is not None)
 
 

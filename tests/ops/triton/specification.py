@@ -2,7 +2,10 @@
 
 import torch
 from oracle import gradients, poisoned_memory, rows
+from torch._subclasses import FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
+from schoenbat import rmfa
 from schoenbat.functional import attend
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -125,3 +128,29 @@ def assert_a_graph_replays(call, inputs):
     wanted = run()
     graph.replay()
     assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+def assert_gradients_of_squares(inputs, features):
+    """Those of causal attention in bfloat16, which inputs have got, are those of the specification."""
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    rmfa(*exact, features, is_causal=True, implementation="reference").square().sum().backward()
+    for got, right in zip(inputs, exact, strict=True):
+        assert (got.grad.double() - right.grad).norm() < 3e-2 * right.grad.norm()
+
+
+def assert_fakes_agree(monkeypatch, module, name, call):
+    """Compilers plan memory by what an operator says that it will return."""
+    operator, seen = getattr(module, name), []
+
+    def watched(*args):
+        returned = operator(*args)
+        seen.append((args, returned))
+        return returned
+
+    monkeypatch.setattr(module, name, watched)
+    call()
+    ((args, returned),) = seen
+    with FakeTensorMode() as mode:
+        fakes = operator.operator(*tree_map_only(torch.Tensor, mode.from_tensor, args))
+    kinds = [[(x.shape, x.dtype, x.stride()) for x in tensors] for tensors in (fakes, returned)]
+    assert kinds[0] == kinds[1]

@@ -5,7 +5,13 @@ from functools import partial
 import pytest
 import torch
 from ops.triton import specification
-from ops.triton.specification import DEVICE, assert_close_to_specification, recorded
+from ops.triton.specification import (
+    DEVICE,
+    assert_close_to_specification,
+    assert_fakes_agree,
+    assert_gradients_of_squares,
+    recorded,
+)
 from oracle import make_map
 
 from schoenbat import rmfa
@@ -125,13 +131,6 @@ def test_long_sequences_on_a_gpu(length):
     assert_close_to_specification(draw_map(), tensors, torch.linspace(0.5, 2.0, 4), "eager", **options)
 
 
-def assert_gradients_of_squares(inputs, features):
-    exact = [x.detach().double().requires_grad_() for x in inputs]
-    rmfa(*exact, features, is_causal=True, implementation="reference").square().sum().backward()
-    for got, right in zip(inputs, exact, strict=True):
-        assert (got.grad.double() - right.grad).norm() < 3e-2 * right.grad.norm()
-
-
 def test_rows_and_gradients_may_begin_anywhere():
     """As parts of a flat tensor do: contiguous, and not aligned."""
     features, given = draw_map(), draw(140, 140)
@@ -153,3 +152,15 @@ def test_compiled_calls_take_these_kernels():
     compiled = torch.compile(attention, fullgraph=True, dynamic=True, backend="aot_eager")
     compiled(*inputs).square().sum().backward()
     assert_gradients_of_squares(inputs, features)
+
+
+def test_compilers_know_what_is_kept(monkeypatch):
+    from schoenbat.ops.triton import library
+
+    features = draw_map()
+    inputs = [x.to(DEVICE).requires_grad_() for x in draw(300, 300)]
+
+    def call():
+        rmfa(*inputs, features, is_causal=True, implementation="triton").square().sum().backward()
+
+    assert_fakes_agree(monkeypatch, library, "attend_causal", call)

@@ -5,7 +5,13 @@ from functools import partial
 import pytest
 import torch
 from ops.triton import specification
-from ops.triton.specification import DEVICE, assert_close_to_specification, recorded
+from ops.triton.specification import (
+    DEVICE,
+    assert_close_to_specification,
+    assert_fakes_agree,
+    assert_gradients_of_squares,
+    recorded,
+)
 from oracle import make_map
 
 from schoenbat import rmfa
@@ -122,13 +128,6 @@ def test_long_sequences_on_a_gpu(length, dim, num_features):
     assert_close_to_specification(features, tensors, torch.linspace(0.5, 2.5, 4), "eager", **options)
 
 
-def assert_gradients_of_squares(inputs, features):
-    exact = [x.detach().double().requires_grad_() for x in inputs]
-    rmfa(*exact, features, is_causal=True, implementation="reference").square().sum().backward()
-    for got, right in zip(inputs, exact, strict=True):
-        assert (got.grad.double() - right.grad).norm() < 3e-2 * right.grad.norm()
-
-
 @WIDTHS
 def test_a_gradient_may_begin_anywhere(dim):
     """As that of a part of a flat tensor does: it is contiguous, and not aligned."""
@@ -172,3 +171,16 @@ def test_sums_over_keys_are_formed_once(dim, monkeypatch):
     inputs = [x.to(DEVICE).requires_grad_() for x in draw(150, 150, dim=dim)]
     rmfa(*inputs, draw_map(dim, max(128, 2 * dim)), is_causal=True, implementation="triton").sum().backward()
     assert formed == ["_sum_keys"]
+
+
+@WIDTHS
+def test_compilers_know_what_is_kept(dim, monkeypatch):
+    from schoenbat.ops.triton import library
+
+    features = draw_map(dim, max(128, 2 * dim))
+    inputs = [x.to(DEVICE).requires_grad_() for x in draw(300, 300, dim=dim)]
+
+    def call():
+        rmfa(*inputs, features, is_causal=True, implementation="triton").square().sum().backward()
+
+    assert_fakes_agree(monkeypatch, library, "attend_causal", call)
