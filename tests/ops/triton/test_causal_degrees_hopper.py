@@ -144,12 +144,13 @@ def test_rows_and_gradients_may_begin_anywhere():
     assert_gradients_of_squares(inputs, features)
 
 
-def test_compiled_calls_take_these_kernels():
-    """In one graph, for all lengths; the map is laid out while it is traced."""
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_calls_take_these_kernels(dynamic):
+    """In one graph, whether lengths are numbers or symbols; the map is laid out while it is traced."""
     features, given = draw_map(), draw(140, 140)
     inputs = [x.to(DEVICE).requires_grad_() for x in given]
     attention = partial(rmfa, features=features, is_causal=True, implementation="triton")
-    compiled = torch.compile(attention, fullgraph=True, dynamic=True, backend="aot_eager")
+    compiled = torch.compile(attention, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     compiled(*inputs).square().sum().backward()
     assert_gradients_of_squares(inputs, features)
 

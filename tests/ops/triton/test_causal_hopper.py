@@ -152,12 +152,13 @@ def test_rows_may_begin_anywhere(dim):
 
 
 @WIDTHS
-def test_compiled_calls_take_these_kernels(dim):
-    """In one graph, while lengths are symbols."""
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_calls_take_these_kernels(dim, dynamic):
+    """In one graph, whether lengths are numbers or symbols."""
     features = draw_map(dim, max(128, 2 * dim))
     inputs = [x.to(DEVICE).requires_grad_() for x in draw(150, 150, dim=dim)]
     attention = partial(rmfa, features=features, is_causal=True, implementation="triton")
-    compiled = torch.compile(attention, fullgraph=True, dynamic=True, backend="aot_eager")
+    compiled = torch.compile(attention, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     compiled(*inputs).square().sum().backward()
     assert_gradients_of_squares(inputs, features)
 

@@ -39,8 +39,8 @@ def takes_pairs(shape: Shape, plan: Plan, query: Tensor, key: Tensor) -> bool:
 
 def _has_both(queries: int, keys: int) -> bool:
     """Whether there are queries and keys at most positions."""
-    most, fewest = torch.sym_max(queries, keys), torch.sym_min(queries, keys)
-    return 0 < most <= 2 * fewest
+    # Not by sym_max, which torch before 2.13 compiles of symbols alone, nor by max, which asks which is more.
+    return 0 < queries <= 2 * keys and keys <= 2 * queries
 
 
 def goes_in_one_pass(shape: Shape, plan: Plan, query: Tensor, key: Tensor) -> bool:
