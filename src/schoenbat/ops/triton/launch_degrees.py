@@ -22,10 +22,31 @@ def split(rows: int, heads: int) -> tuple[int, int]:
     return cdiv(tiles, each), each
 
 
-def empty_sums(x: Tensor, splits: int, shape: Shape, plan: Plan) -> list[Tensor]:
-    """Where parts of the sums of each head are left."""
-    parts = x.shape[0] * x.shape[1] * splits
-    return [x.new_empty(parts, *size, dtype=torch.float32) for size in summary_shapes(shape, plan)]
+def form_sums(
+    kernel: Any,
+    of_map: Sequence[Any],
+    compiled_for: dict[str, Any],
+    x: Tensor,
+    rows: Tensor,
+    mask: Tensor | None,
+    by_row: Sequence[Tensor] | None,
+    shape: Shape,
+    plan: Plan,
+    query_scale: Tensor | None,
+    key_scale: float,
+    unit: Unit,
+) -> list[Tensor]:
+    """As in `launch`: parts of the sums over keys, or over queries with what they have `by_row`."""
+    heads, n = x.shape[0] * x.shape[1], x.shape[-2]
+    splits, each = split(n, heads)
+    shapes = ((heads * splits, *size) for size in summary_shapes(shape, plan))
+    sums = [x.new_empty(size, dtype=torch.float32) for size in shapes]
+    kernel[(heads * splits,)](
+        *(x, rows, mask_bytes(mask), query_scale, *(by_row or (None, None, None)), *sums),
+        *(*x.stride()[:3], *rows.stride()[:3], n, each, splits, key_scale, unit.eps, *of_map),
+        **compiled_for,
+    )
+    return sums
 
 
 def constants(shape: Shape, plan: Plan, heads: int, unit: Unit, groups: int | None = None) -> dict[str, Any]:
@@ -49,18 +70,12 @@ def summarize(
     key_scale: float,
     unit: Unit,
 ) -> list[Tensor]:
-    """As in `launch`: parts of the sums over keys, or over queries with what they have `by_row`."""
+    """See `form_sums`."""
     from schoenbat.ops.triton import degrees_hopper
 
-    batch, heads, n, _ = x.shape
-    splits, each = split(n, batch * heads)
-    sums = empty_sums(x, splits, shape, plan)
-    degrees_hopper.summarize[(splits * batch * heads,)](
-        *(x, rows, mask_bytes(mask), query_scale, *(by_row or (None, None, None)), *sums),
-        *(*x.stride()[:3], *rows.stride()[:3], n, each, splits, key_scale, unit.eps, *_map(plan)),
-        **constants(shape, plan, heads, unit, shape.groups),
-    )
-    return sums
+    compiled_for = constants(shape, plan, x.shape[1], unit, shape.groups)
+    call = x, rows, mask, by_row, shape, plan, query_scale, key_scale, unit
+    return form_sums(degrees_hopper.summarize, _map(plan), compiled_for, *call)
 
 
 def read(

@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import Tensor
 
-from schoenbat.ops.triton.call import Shape, Unit, mask_bytes
+from schoenbat.ops.triton.call import Shape, Unit
 from schoenbat.ops.triton.hopper_calls import widths
-from schoenbat.ops.triton.launch_degrees import empty_sums, split
+from schoenbat.ops.triton.launch_degrees import form_sums
 from schoenbat.ops.triton.plan import Plan
 
 
@@ -28,16 +28,10 @@ def summarize(
     key_scale: float,
     unit: Unit,
 ) -> list[Tensor]:
-    """As in `launch`: parts of the sums over keys, or over queries with what they have `by_row`."""
+    """See `launch_degrees.form_sums`."""
     from schoenbat.ops.triton import bidirectional_hopper_wide
 
-    batch, heads, n, _ = x.shape
-    splits, each = split(n, batch * heads)
-    sums = empty_sums(x, splits, shape, plan)
-    bidirectional_hopper_wide.summarize[(splits * batch * heads,)](
-        *(x, rows, mask_bytes(mask), query_scale, *(by_row or (None, None, None)), *sums),
-        *(*x.stride()[:3], *rows.stride()[:3], n, each, splits, key_scale, unit.eps),
-        *(plan.tiles, plan.root_weight, plan.root_linear, plan.tiles.shape[1]),
-        **constants(shape, plan, heads, unit),
-    )
-    return sums
+    of_map = plan.tiles, plan.root_weight, plan.root_linear, plan.tiles.shape[1]
+    compiled_for = constants(shape, plan, x.shape[1], unit)
+    call = x, rows, mask, by_row, shape, plan, query_scale, key_scale, unit
+    return form_sums(bidirectional_hopper_wide.summarize, of_map, compiled_for, *call)
