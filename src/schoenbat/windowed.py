@@ -186,7 +186,7 @@ def rmfa_window_step(
         far_maps: as in `rmfa_window`.
         enable_gqa: let several query heads share a key head.
         implementation: ``"auto"``, ``"eager"`` or ``"triton"`` (one fused kernel for one token without
-            gradients, heads and values at most 128 wide, which ``"auto"`` takes on CUDA).
+            gradients, heads at most 128 wide, which ``"auto"`` takes on CUDA).
 
     Returns:
         The output ``(B, H, n, d_v)`` and the state after these tokens.

@@ -55,11 +55,10 @@ def attend(
     go on from what was `before`.
     """
     if before is None:
-        obstacle = fused.obstacle(query, value[..., : fused.WIDEST_VALUE])
-        obstacle = obstacle or fused.map_obstacle(query, feature_map)
+        obstacle = fused.obstacle(query) or fused.map_obstacle(query, feature_map, implementation)
         chosen = choose(implementation, obstacle, query)
     else:
-        obstacle = fused.obstacle(query, value) or fused.state_obstacle(before.sums, feature_map)
+        obstacle = fused.obstacle(query) or fused.state_obstacle(before.sums, feature_map)
         chosen = choose_with_sums(implementation, obstacle, query)
     if not query.shape[-2] and before is None:
         return reference.of_no_query(query, key, value)
@@ -88,7 +87,7 @@ def accumulate(
     implementation: str,
 ) -> tuple[Sums, Tensor]:
     """Keys and values as plain sums, which add up over pieces of a sequence, and their count."""
-    obstacle = fused.obstacle(key, value) or fused.training_obstacle(feature_map)
+    obstacle = fused.obstacle(key) or fused.training_obstacle(feature_map)
     chosen = choose_with_sums(implementation, obstacle, key)
     count = eager.key_count(key, mask)
     if chosen == "triton":
@@ -113,7 +112,7 @@ def read(
 ) -> Tensor:
     """Bidirectional attention to everything in the sums."""
     sums, count = before
-    obstacle = fused.obstacle(query, sums.value_sum) or fused.state_obstacle(sums, feature_map)
+    obstacle = fused.obstacle(query) or fused.state_obstacle(sums, feature_map)
     if choose_with_sums(implementation, obstacle, query) == "triton":
         return fused.read(query, before, feature_map, query_scale)
     divisor = count.clamp(min=1)
@@ -144,7 +143,7 @@ def step(
     `unit_rows` as in `attend`.
     """
     sums, count = before
-    obstacle = fused.obstacle(query, value) or fused.state_obstacle(sums, feature_map)
+    obstacle = fused.obstacle(query) or fused.state_obstacle(sums, feature_map)
     chosen = choose(implementation, obstacle, query)
     if chosen == "triton":
         return fused.step(query, key, value, mask, before, feature_map, query_scale, unit_rows)

@@ -5,7 +5,6 @@ Shapes are those of `dispatch`. Triton is imported where a kernel is called, and
 
 import importlib.util
 import os
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -18,11 +17,11 @@ from schoenbat.ops.unit_rows import UnitRows
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 # Triton's interpreter runs kernels on the CPU, slowly: for tests.
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-WIDEST_HEAD, WIDEST_TRAINED, WIDEST_VALUE = 256, 128, 128
-"""Wider values are attended to in parts, where there is no state."""
+WIDEST_HEAD, WIDEST_TRAINED = 256, 128
+_WIDEST_VALUE = 128
 
 
-def obstacle(query: Tensor, value: Tensor) -> str | None:
+def obstacle(query: Tensor) -> str | None:
     """Why the fused kernels cannot run a call; None if they can."""
     if not (_HAS_TRITON and (query.is_cuda or _INTERPRETED)):
         return f"it needs the package triton and a CUDA device, the query is on {query.device}"
@@ -30,8 +29,6 @@ def obstacle(query: Tensor, value: Tensor) -> str | None:
         return f"it knows float16, bfloat16 and float32, the query is {query.dtype}"
     if query.shape[-1] > WIDEST_HEAD:
         return f"heads are at most {WIDEST_HEAD} wide, got {query.shape[-1]}"
-    if value.shape[-1] > WIDEST_VALUE:
-        return f"values of a state are at most {WIDEST_VALUE} wide, got {value.shape[-1]}"
     if not query.shape[0] * query.shape[1]:
         return "there is nothing in the batch"
     if not as_operators():
@@ -59,10 +56,10 @@ def _is_trained(feature_map: FeatureMap) -> bool:
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
-def map_obstacle(query: Tensor, feature_map: FeatureMap) -> str | None:
-    """What keeps the fused kernels from training a map: see `plan.make_plan`."""
-    if _is_trained(feature_map) and query.shape[-1] > WIDEST_TRAINED:
-        return f"it trains maps of heads at most {WIDEST_TRAINED} wide, got {query.shape[-1]}"
+def map_obstacle(query: Tensor, feature_map: FeatureMap, implementation: str) -> str | None:
+    """What keeps the fused kernels from training a map: "auto" takes what was run on a GPU."""
+    if implementation == "auto" and _is_trained(feature_map) and query.shape[-1] > WIDEST_TRAINED:
+        return f"maps of heads wider than {WIDEST_TRAINED} are trained by name alone, got {query.shape[-1]}"
     return None
 
 
@@ -77,7 +74,11 @@ def accumulate(
 
     plan, _, flags = lay_out(key, feature_map, key.dtype, value.shape[-1])
     small = plan, flags, feature_map.key_scale, *as_unit(unit_rows)
-    return Sums(*library.summarize(key, value, mask, *small))
+    parts = [Sums(*library.summarize(key, part, mask, *small)) for part in columns(value)]
+    return parts[0]._replace(
+        feature_value=side_by_side([part.feature_value for part in parts]),
+        value_sum=side_by_side([part.value_sum for part in parts]),
+    )
 
 
 def read(query: Tensor, before: Before, feature_map: FeatureMap, query_scale: Tensor) -> Tensor:
@@ -86,7 +87,8 @@ def read(query: Tensor, before: Before, feature_map: FeatureMap, query_scale: Te
     value_dim = before.sums.feature_value.shape[-1]
     plan, _, flags = lay_out(query, feature_map, query.dtype, value_dim)
     small = plan, feature_map.coefficients, query_scale, flags
-    return library.read(query, list(before.sums), before.seen, *small)[0]
+    parts = _columns_of(before.sums)
+    return side_by_side([library.read(query, list(part), before.seen, *small)[0] for part in parts])
 
 
 def attend(
@@ -103,7 +105,8 @@ def attend(
     plan, trained, flags = lay_out(query, feature_map, query.dtype, value.shape[-1])
     small = plan, trained, feature_map.coefficients, query_scale, flags, feature_map.key_scale
     unit = as_unit(unit_rows)
-    return in_parts(value, lambda part: library.attend(query, key, part, mask, *small, *unit)[0])
+    parts = [library.attend(query, key, part, mask, *small, *unit)[0] for part in columns(value)]
+    return side_by_side(parts)
 
 
 def attend_causal(
@@ -122,11 +125,13 @@ def attend_causal(
     plan, trained, flags = lay_out_causal(query, key, value, feature_map, before)
     small = plan, trained, feature_map.coefficients, query_scale, flags, feature_map.key_scale
     unit, seen = as_unit(unit_rows), keys_seen(mask, query.shape[-2])
-    sums, count = ([], None) if before is None else (list(before.sums), before.seen)
-    return in_parts(
-        value,
-        lambda part: library.attend_causal(query, key, part, mask, seen, sums, count, *small, *unit)[0],
-    )
+    values, count = columns(value), None if before is None else before.seen
+    sums = [()] * len(values) if before is None else _columns_of(before.sums)
+    parts = [
+        library.attend_causal(query, key, part, mask, seen, list(own), count, *small, *unit)[0]
+        for part, own in zip(values, sums, strict=True)
+    ]
+    return side_by_side(parts)
 
 
 def as_unit(unit_rows: UnitRows | None) -> tuple[int, float]:
@@ -134,11 +139,20 @@ def as_unit(unit_rows: UnitRows | None) -> tuple[int, float]:
     return (0, 0.0) if unit_rows is None else (unit_rows.code, unit_rows.eps)
 
 
-def in_parts(value: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
-    """Each column of the values is mixed for itself, whatever stands beside it: wide ones part by part."""
-    if value.shape[-1] <= WIDEST_VALUE:
-        return attend(value)  # the gradient of a split is a copy, even of one into one
-    return torch.cat([attend(part) for part in value.split(WIDEST_VALUE, dim=-1)], dim=-1)
+def columns(value: Tensor) -> tuple[Tensor, ...]:
+    """Wide values in parts: each column is mixed for itself, whatever stands beside it."""
+    # The gradient of a split is a copy, even of one into one.
+    return value.split(_WIDEST_VALUE, dim=-1) if value.shape[-1] > _WIDEST_VALUE else (value,)
+
+
+def side_by_side(parts: list[Tensor]) -> Tensor:
+    """The way back from `columns`."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+def _columns_of(sums: Sums) -> list[Sums]:
+    parts = zip(columns(sums.feature_value), columns(sums.value_sum), strict=True)
+    return [sums._replace(feature_value=products, value_sum=values) for products, values in parts]
 
 
 def lay_out(
@@ -148,7 +162,7 @@ def lay_out(
     from schoenbat.ops.triton import plan, tiles
 
     both, block_d = (feature_map.blocks, feature_map.weight), plan.padded(query.shape[-1])
-    trained = plan.trained_map(*both) if _is_trained(feature_map) else []
+    trained = plan.trained_map(*both, block_d) if _is_trained(feature_map) else []
     wide = value_dim is not None and tiles.takes_wide_groups(query, dtype, plan.padded(value_dim))
     form = value_dim is not None, wide and not trained  # see `plan.narrowed`
     with torch.no_grad():  # gradients go to what is trained, not through the plan

@@ -20,7 +20,7 @@ def obstacle(
     query: Tensor, value: Tensor, feature_map: FeatureMap, implementation: str, others: Iterable[Tensor]
 ) -> str | None:
     """Why the fused kernels cannot run a call; None if they can. `others`: as in `step_obstacle`."""
-    found = fused.obstacle(query, value[..., : fused.WIDEST_VALUE]) or fused.training_obstacle(feature_map)
+    found = fused.obstacle(query) or fused.training_obstacle(feature_map)
     found = found or _width_obstacle(query)
     # A short sequence that is padded to a long one overflows float16 in the backward pass.
     is_careful = implementation == "auto" and query.dtype == torch.float16
@@ -56,9 +56,10 @@ def attend(
     plan, _, flags = fused.lay_out(query, feature_map, query.dtype)
     small = plan, feature_map.coefficients, query_scale, window.log_weight, flags, feature_map.key_scale
     ends = window.width, window.is_causal
-    return fused.in_parts(
-        value, lambda part: library_window.attend(query, key, part, far, mask, *small, *ends)[0]
-    )
+    parts = [
+        library_window.attend(query, key, part, far, mask, *small, *ends)[0] for part in fused.columns(value)
+    ]
+    return fused.side_by_side(parts)
 
 
 class Remembered(NamedTuple):
@@ -74,7 +75,7 @@ def step_obstacle(
     query: Tensor, value: Tensor, before: Remembered, feature_map: FeatureMap, others: Iterable[Tensor]
 ) -> str | None:
     """Why the fused kernel cannot decode; None if it can. `others`: more that gradients may be wanted for."""
-    found = fused.obstacle(query, value) or fused.state_obstacle(before.far.sums, feature_map)
+    found = fused.obstacle(query) or fused.state_obstacle(before.far.sums, feature_map)
     found = found or _width_obstacle(query)
     if query.shape[-2] != 1:
         found = found or f"with a state and a window it takes one token, got {query.shape[-2]}"

@@ -302,15 +302,17 @@ def trained_cases():
         (64, False, keys),
         (64, True, {"IS_QUERY": True, "LINEAR": True}),
         (128, True, keys),
+        (256, True, keys),
     ):
         shape = shape_of(width, torch.bfloat16)
         plan = narrowed(plan_of(shape, quadratic, 2 * width))
         widths = shape.dtype, shape.block_d, shape.block_v
-        tiles = tiles_of_map(tiles_for(*widths, quadratic=False))
+        tiles = tiles_of_map(tiles_for(*widths, quadratic=False), shape.dtype)
         yield bidirectional_map.map_backward, shape, plan, tiles, own
-        yield causal_map.map_backward, shape, plan, tiles_of_map(causal_tiles_for(*widths, quadratic)), own
+        tiles = tiles_of_map(causal_tiles_for(*widths, quadratic), shape.dtype)
+        yield causal_map.map_backward, shape, plan, tiles, own
     shape = shape_of(64, torch.float32)
-    tiles = tiles_of_map(tiles_for(torch.float32, 64, 64, quadratic=False))
+    tiles = tiles_of_map(tiles_for(torch.float32, 64, 64, quadratic=False), torch.float32)
     yield bidirectional_map.map_backward, shape, narrowed(plan_of(shape, True, 128)), tiles, keys
 
 

@@ -89,7 +89,8 @@ def test_rows_are_normalised_on_the_way(centred, heads, dtype):
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "value_dim", "num_features"), [(20, 24, 300), (20, 24, 10), (5, 3, 2), (16, 16, 17)]
+    ("head_dim", "value_dim", "num_features"),
+    [(20, 24, 300), (20, 24, 10), (5, 3, 2), (16, 16, 17), (16, 131, 30)],
 )
 def test_widths_that_divide_nothing(head_dim, value_dim, num_features):
     features = make_map("exact-low", head_dim, num_features, dtype=torch.float32, device=DEVICE)

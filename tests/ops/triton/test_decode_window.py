@@ -118,9 +118,11 @@ def test_what_is_masked_may_be_nan():
     assert state.count.tolist() == [2, 2]
 
 
-@pytest.mark.parametrize(("head_dim", "value_dim", "num_features"), [(20, 24, 90), (5, 3, 2), (16, 70, 17)])
+@pytest.mark.parametrize(
+    ("head_dim", "value_dim", "num_features"), [(20, 24, 90), (5, 3, 2), (16, 70, 17), (16, 131, 30)]
+)
 def test_widths_that_divide_nothing(head_dim, value_dim, num_features):
-    """Several groups of features; projected linear ones; values for two programs."""
+    """Several groups of features; projected linear ones; values for two programs, and for more."""
     features = make_map("exact-low", head_dim, num_features, dtype=torch.float32, device=DEVICE)
     assert_decodes(features, draw(3, dim=head_dim, value_dim=value_dim), 1)
 

@@ -15,6 +15,7 @@ from ops.triton.specification import (
 from oracle import gradients, make_map, rows
 
 from schoenbat import RMFAState, SchoenbAt, rmfa
+from schoenbat.ops import fused
 from schoenbat.ops.unit_rows import UnitRows
 
 pytest.importorskip("triton")
@@ -71,10 +72,15 @@ def test_masks_groups_and_maps_per_head(few_programs, construction, num_features
 
 @pytest.mark.parametrize(
     ("head_dim", "value_dim", "num_features", "is_causal"),
-    [(20, 24, 10, True), (5, 3, 2, False), (16, 16, 17, False), (16, 16, 17, True), (5, 131, 8, False)],
+    [
+        *((20, 24, 10, True), (5, 3, 2, False), (16, 16, 17, False), (16, 16, 17, True), (5, 131, 8, False)),
+        *((130, 24, 150, False), (130, 24, 150, True)),
+    ],
 )
 def test_widths_that_divide_nothing(few_programs, head_dim, value_dim, num_features, is_causal):
-    """Projected linear features; few; none but identities; values in parts, which all give to the map."""
+    """Projected linear features; few; none but identities; values in parts, which all give to the map; an
+    identity that is spelt out.
+    """
     features = make_trained("exact-low", head_dim, num_features)
     tensors = draw(18, 18, dim=head_dim, value_dim=value_dim)
     assert_close_to_specification(features, tensors, torch.tensor([1.5]), is_causal=is_causal)
@@ -178,6 +184,15 @@ def test_sums_are_not_for_trained_maps():
         state.update(x, x, features, implementation="triton")
 
 
+def test_what_was_not_run_on_a_gpu_is_taken_by_name_alone():
+    query = torch.zeros(1, 1, 1, 2, 130)
+    feature_map = make_trained("exact-low", 130, 140).map(torch.float32)
+    assert "by name alone" in fused.map_obstacle(query, feature_map, "auto")
+    assert fused.map_obstacle(query, feature_map, "triton") is None
+    with torch.no_grad():  # as any other map
+        assert fused.map_obstacle(query, feature_map, "auto") is None
+
+
 @BOTH
 def test_operator_is_well_formed(is_causal):
     from schoenbat.ops.triton import library
@@ -189,7 +204,7 @@ def test_operator_is_well_formed(is_causal):
         plan = make_plan(blocks, weight, torch.float32, 16)
     x = [rows(1, 1, 1, 5, 16, seed=i, dtype=torch.float32).to(DEVICE).requires_grad_() for i in range(3)]
     scale = torch.ones(1, 1, 1, 1, device=DEVICE, requires_grad=True)
-    trained = [t.detach().requires_grad_(t.is_floating_point()) for t in trained_map(blocks, weight)]
+    trained = [t.detach().requires_grad_(t.is_floating_point()) for t in trained_map(blocks, weight, 16)]
     map_and_scale = plan.tensors, trained, coefficients.detach().requires_grad_(), scale, plan.flags
     small = *map_and_scale, 1.2, 2, 1e-13
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
@@ -278,6 +293,8 @@ def test_matches_the_specification_on_a_gpu(dtype, construction, length, is_caus
         (128, 128, 256),
         (80, 128, 512),
         (64, 192, 64),
+        (192, 128, 256),
+        (256, 256, 512),
     ],
 )
 def test_every_width_on_a_gpu(construction, head_dim, value_dim, num_features, is_causal):

@@ -59,7 +59,8 @@ def bidirectional(
     q, k, v, g = as_rows(query), as_rows(key), as_rows(value), as_rows(grad.to(query.dtype))
     inverse, to_total, to_mean, to_floored = by_row
     plan = narrowed(plan)
-    tiles = tiles_of_map(tiles_for(shape.dtype, shape.block_d, shape.block_v, quadratic=False))
+    tiles = tiles_for(shape.dtype, shape.block_d, shape.block_v, quadratic=False)
+    tiles = tiles_of_map(tiles, shape.dtype)
 
     def run(own: Pass) -> None:
         x, rows, own_mask, sums = (q, g, None, summary) if own.is_query else (k, v, mask, to_summary)
@@ -108,7 +109,7 @@ def causal(
     shape = Shape.of(query, value)
     q, k, v, g = as_rows(query), as_rows(key), as_rows(value), as_rows(grad.to(query.dtype))
     axis = Axis.of(q.shape[-2], k.shape[-2], shape, plan)
-    plan, tiles, (inverse, constant) = narrowed(plan), tiles_of_map(axis.tiles), saved[1:3]
+    plan, tiles, (inverse, constant) = narrowed(plan), tiles_of_map(axis.tiles, shape.dtype), saved[1:3]
     to_total, to_mean, to_floored = by_row
     strides = *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *g.stride()[:3]
     positions = [axis.from_tile(first) for first in (axis.first_query, axis.first_key)]

@@ -200,14 +200,8 @@ def make_plan(
     Only bidirectional kernels take pairs of y = Pᵀx, and only of maps that are WHOLE there; for narrow heads
     in one wide group. In loops over groups, and in causal kernels, such products give wrong gradients or
     illegal accesses.
-
-    The identity of heads beyond `WIDEST_IDENTITY` becomes directions as well, in groups: no accumulator would
-    hold its sums.
     """
-    if blocks.identity and block_d > WIDEST_IDENTITY:
-        eye = torch.eye(blocks.linear.shape[-2], dtype=weight.dtype, device=weight.device)
-        linear = eye.expand(*blocks.linear.shape[:-1], -1)
-        blocks = blocks._replace(linear=linear, identity=False)
+    blocks = _spelt_out(blocks, block_d)
     maps, dim = max(weight.shape[0], blocks.quadratic.shape[0]), blocks.quadratic.shape[-2]
     most_whole = _most_whole(dtype, weight.device) if bidirectional and blocks.identity else 0
     layout = _made_once(_layout, *_counts(blocks), block_d, bidirectional, wide, most_whole, weight.device)
@@ -233,9 +227,18 @@ def make_plan(
     return plan._replace(root_weight=F.pad(roots, plan.padding(int(roots.shape[-1]))).contiguous())
 
 
-def trained_map(blocks: Blocks, weight: Tensor) -> list[Tensor]:
+def _spelt_out(blocks: Blocks, block_d: int) -> Blocks:
+    """The identity of heads beyond `WIDEST_IDENTITY` as directions, in groups: nothing holds all its sums."""
+    if not blocks.identity or block_d <= WIDEST_IDENTITY:
+        return blocks
+    eye = torch.eye(blocks.linear.shape[-2], dtype=blocks.linear.dtype, device=blocks.linear.device)
+    return blocks._replace(linear=eye.expand(*blocks.linear.shape[:-1], -1), identity=False)
+
+
+def trained_map(blocks: Blocks, weight: Tensor, block_d: int) -> list[Tensor]:
     """The four tensors of a map that get gradients, then where the columns of three are: see `take_out`."""
-    return [*blocks.maps, weight, *_made_once(_places, *_counts(blocks), weight.device)]
+    linear, *others = _made_once(_places, *_counts(_spelt_out(blocks, block_d)), weight.device)
+    return [*blocks.maps, weight, linear[: blocks.linear.shape[-1]], *others]  # an identity gets none
 
 
 def narrowed(plan: Plan) -> Plan:

@@ -140,6 +140,6 @@ def window_tiles_for(dtype: torch.dtype, block_d: int, block_v: int, quadratic: 
     return Tiles(32, 8 if quadratic and max(block_d, block_v) > 64 else 4, 2)
 
 
-def tiles_of_map(tiles: Tiles) -> Tiles:
+def tiles_of_map(tiles: Tiles, dtype: torch.dtype) -> Tiles:
     """Two warps where rows have 16 bits: they were right wherever they were tried, see `tiles_for`."""
-    return tiles if tiles.block < 32 else Tiles(tiles.block, 2, min(2, tiles.num_stages))
+    return tiles if dtype == torch.float32 else Tiles(tiles.block, 2, min(2, tiles.num_stages))
