@@ -162,7 +162,10 @@ class Map:
         radius = make_kernel(self.kernel).radius
         if self.share_of_radius is None:
             return None
-        return self.share_of_radius * (radius if math.isfinite(radius) else 4.0)
+        if not math.isfinite(radius):
+            return self.share_of_radius * 4.0
+        # Close to a radius beyond 1 powers of the scale do not fit into float32, and maps are refused.
+        return radius * (self.share_of_radius if radius <= 1 else min(self.share_of_radius, 0.9))
 
     def build(self, head_dim: int, heads: int) -> MaclaurinFeatures:
         scale = self.scale()
