@@ -320,6 +320,18 @@ def test_check_takes_one_scale_per_head() -> None:
         kernel("inv").check(query, query, scale=torch.tensor([0.1, 2.0, 0.1]))
 
 
+def test_check_knows_key_heads_that_are_shared() -> None:
+    query, key = torch.zeros(2, 6, 5, 4), torch.zeros(2, 3, 7, 4)
+    query[1, 3, 4, 0], key[1, 1, 6, 0] = 1.0, 2.0
+    kernel("inv").check(query, key, scale=0.49)
+    with pytest.raises(ValueError, match="largest logit, 2,"):
+        kernel("inv").check(query, key, scale=1.0)
+    key = key.roll(1, dims=1)  # another head's
+    kernel("inv").check(query, key, scale=1.0)
+    with pytest.raises(ValueError, match="6 query heads cannot share 4 key heads evenly"):
+        kernel("inv").check(query, torch.zeros(2, 4, 7, 4))
+
+
 def test_check_looks_at_every_chunk_and_past_nan() -> None:
     length = 5000
     query, key = torch.zeros(length, 1), torch.zeros(length, 1)
@@ -417,6 +429,15 @@ def test_from_expression_takes(
     made = from_expression(expression, radius)
     torch.testing.assert_close(made(torch.tensor([x], dtype=torch.float64)).item(), value, rtol=1e-13, atol=0)
     torch.testing.assert_close(made.coefficients(degree)[degree].item(), coefficient, rtol=2e-15, atol=0)
+
+
+@pytest.mark.parametrize("power", [6, 7, 9, 15])
+def test_from_expression_has_no_degrees_that_do_not_exist(power: int) -> None:
+    """Coefficients 512 degrees up fold onto others; 1e-231 of degree 1 would be given features."""
+    coefficients = from_expression(f"exp(x**{power})").coefficients(300)
+    assert not coefficients[torch.arange(301) % power != 0].any()
+    exact = torch.tensor([1 / math.factorial(n) for n in range(300 // power + 1)], dtype=torch.float64)
+    torch.testing.assert_close(coefficients[::power], exact, rtol=1e-14, atol=0.0)
 
 
 def test_from_expression_says_where_its_coefficients_end() -> None:

@@ -297,9 +297,18 @@ def test_an_unknown_mode_is_an_error_that_lists_the_known_ones(mode):
 def test_batch_statistics_need_sizes_that_fit():
     with pytest.raises(ValueError, match="needs num_heads and head_dim"):
         PreSBN("batch")
-    for shape in ((4, HEADS + 1, 5, WIDTH), (HEADS, 5, WIDTH), (5, WIDTH)):
-        with pytest.raises(ValueError, match=rf"statistics for {HEADS} heads.*use 'token'"):
+    for shape in ((4, HEADS + 1, 5, WIDTH), (HEADS + 1, 5, WIDTH), (5, WIDTH)):
+        with pytest.raises(ValueError, match=rf"statistics for {HEADS} heads.*pass num_key_heads"):
             make("batch")(torch.randn(shape))
+
+
+def test_batch_statistics_are_over_all_leading_dimensions():
+    x, mask = torch.randn(2, 3, HEADS, 5, WIDTH), torch.rand(2, 3, 5) > 0.3
+    norms = [make("batch") for _ in range(2)]
+    got, right = norms[0](x, mask), norms[1](x.flatten(0, 1), mask.flatten(0, 1))
+    torch.testing.assert_close(got, right.unflatten(0, (2, 3)))
+    torch.testing.assert_close(norms[0].running_mean, norms[1].running_mean)
+    torch.testing.assert_close(make("batch")(x[0, 0]), make("batch")(x[:1, 0])[0])
 
 
 def test_post_is_the_identity_where_it_starts():

@@ -40,7 +40,7 @@ def test_causal_makes_every_call_causal(name, inputs):
     assert torch.equal(copy(query, key, value), before)
 
 
-@pytest.mark.parametrize("name", [name for name in attention_names() if name != "schoenbat"])
+@pytest.mark.parametrize("name", attention_names())
 @pytest.mark.parametrize(
     ("mask", "problem"),
     [
@@ -55,8 +55,11 @@ def test_a_query_mask_is_checked(name, mask, problem, inputs):
 
 @pytest.mark.parametrize("name", sorted({*attention_names()} - {*CAUSAL}))
 def test_what_has_no_causal_form_says_so(name, inputs):
+    for option in ("true", "both"):
+        with pytest.raises(ValueError, match="no causal form"):
+            build_attention(f"{name}:causal={option}", head_dim=8, num_heads=2)
     with pytest.raises(ValueError, match="no causal form"):
-        build_attention(f"{name}:causal=true", head_dim=8, num_heads=2)(*inputs)
+        build_attention(name, head_dim=8, num_heads=2)(*inputs, is_causal=True)
 
 
 def test_without_causal_the_future_is_seen(inputs):

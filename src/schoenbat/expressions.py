@@ -153,7 +153,10 @@ def _refuse_enormous(text: str, tree: ast.AST, circle: float) -> None:
 
 
 def _cauchy(text: str, expression: Any, circle: float) -> list[Any]:
-    """aₙ·circleⁿ to degree 384, by Cauchy's integral over |z| = circle; 0 for what drowns in rounding."""
+    """aₙ·circleⁿ to degree 384, by Cauchy's integral over |z| = circle; 0 for what drowns in errors.
+
+    These are rounding, and the coefficients 512 degrees up, which are no larger than those beyond 384.
+    """
     import mpmath
     import sympy
 
@@ -172,7 +175,7 @@ def _cauchy(text: str, expression: Any, circle: float) -> list[Any]:
             f"{text!r} has no Maclaurin series on |x| <= {circle:g}: it is singular, not real or too steep. "
             "If that is so at 0, as for sqrt(x), log(x) and 1/x, it is no kernel; else pass a smaller radius"
         )
-    noise = largest * mpmath.mpf(10) ** (20 - _DIGITS)
+    noise = max(largest * mpmath.mpf(10) ** (20 - _DIGITS), *map(abs, laurent[_MAX_DEGREE + 1 :]))
     return [value.real if abs(value) > noise else mpmath.mpf(0) for value in laurent[: _MAX_DEGREE + 1]]
 
 

@@ -86,7 +86,7 @@ class DotProductKernel:
 
         Args:
             query: (..., n_q, d).
-            key: (..., n_k, d), with as many heads as query.
+            key: (..., n_k, d); of inputs (..., H, n, d) several query heads may share a key head.
             scale: None for 1/√d, a float, or a tensor (H,) for inputs (..., H, n, d).
 
         >>> kernel("inv").check(torch.ones(1, 4), torch.ones(1, 4))  # doctest: +ELLIPSIS
@@ -100,7 +100,7 @@ class DotProductKernel:
         factor = torch.as_tensor(query.shape[-1] ** -0.5 if scale is None else scale, device=query.device)
         factor = factor.to(precise)
         query = query.to(precise) * (factor[:, None, None] if factor.dim() else factor)
-        key = key.to(precise)
+        key = _for_each_query_head(key.to(precise), query)
         # A few million logits at a time: all at once they would be quadratic in the sequence length.
         logits_per_row = key.shape[-2] * max(query[..., 0, 0].numel(), key[..., 0, 0].numel())
         largest = max(
@@ -154,6 +154,15 @@ class DotProductKernel:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "DotProductKernel":
         return self
+
+
+def _for_each_query_head(key: Tensor, query: Tensor) -> Tensor:
+    """Key heads that several query heads share, as often as they are shared."""
+    if query.dim() < 3 or key.dim() < 3 or query.shape[-3] == key.shape[-3]:
+        return key
+    if not key.shape[-3] or query.shape[-3] % key.shape[-3]:
+        raise ValueError(f"{query.shape[-3]} query heads cannot share {key.shape[-3]} key heads evenly")
+    return key.repeat_interleave(query.shape[-3] // key.shape[-3], dim=-3)
 
 
 # Floats, not a tensor: one that was made under a fake-tensor mode would be served to everybody afterwards.

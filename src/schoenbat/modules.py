@@ -241,6 +241,7 @@ class SchoenbAt(WithProcessGroup):
             refuse_mask_beside_jagged(key_mask, query_mask)
             return self._forward_jagged(query, key, value, is_causal, enable_gqa)
         self._check(query, key, value)
+        arrange_mask("query_mask", query_mask, query.shape[:-3], query)  # whether it is looked at or not
         self._refuse_leak(is_causal)
         self._check_group(None if self.query_norm is None else self.query_norm.mode)
         options: dict[str, Any] = {"key_mask": key_mask, "is_causal": is_causal, "enable_gqa": enable_gqa}

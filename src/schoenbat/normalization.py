@@ -1,5 +1,6 @@
 """ppSBN: bring rows into the unit ball before the feature map, give the output its scale back after it."""
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +44,7 @@ class PreSBN(WithProcessGroup):
             process alone. See `synchronize_statistics`.
 
     Shape:
-        ``(B, H, n, d) -> (B, H, n, d)``, mask bool ``(B, n)`` with True = takes part.
+        ``(..., H, n, d) -> (..., H, n, d)``, mask bool ``(..., n)`` with True = takes part.
 
     Example:
         >>> normalize = PreSBN("token")
@@ -100,20 +101,22 @@ class PreSBN(WithProcessGroup):
         return UnitRows(self.mode == "token", self.eps)
 
     def _standardize(self, rows: Tensor, mask: Tensor | None, track: bool) -> Tensor:
-        if rows.dim() != 4 or rows.shape[1] != self.running_mean.shape[0]:
+        shape = rows.shape
+        if rows.dim() < 3 or shape[-3] != self.running_mean.shape[0]:
             raise ValueError(
                 f"normalization='batch' keeps statistics for {self.running_mean.shape[0]} heads: expected "
-                f"(batch, heads, n, d), got {tuple(rows.shape)}; where query heads share key heads pass "
-                "num_key_heads, with other leading dimensions use 'token'"
+                f"(..., heads, n, d), got {tuple(shape)}; where query heads share key heads pass "
+                "num_key_heads"
             )
-        arranged = arrange_mask("mask", mask, rows.shape[:1], rows)
+        arranged = arrange_mask("mask", mask, shape[:-3], rows)
         mask = None if arranged is None else arranged[:, 0]  # (B, 1, n, 1)
+        rows = rows.reshape(math.prod(shape[:-3]), *shape[-3:])
         mean, variance = self.running_mean.to(rows.dtype), self.running_variance.to(rows.dtype)
         if self.training:
             if mask is not None:  # here, not in the statistics alone: a NaN would reach every row's gradient
                 rows = torch.where(mask, rows, 0.0)
             mean, variance = self._batch_statistics(rows, mask, mean, variance, track)
-        return (rows - mean) * (variance + self.eps).rsqrt()
+        return ((rows - mean) * (variance + self.eps).rsqrt()).reshape(shape)
 
     def _batch_statistics(
         self, rows: Tensor, mask: Tensor | None, mean: Tensor, variance: Tensor, track: bool

@@ -134,6 +134,8 @@ def build_attention(text: str, head_dim: int, num_heads: int, max_length: int | 
     try:
         if isinstance(options.get("kernel"), str):
             options["kernel"] = _find_kernel(options["kernel"])
+        if given["causal"] and not getattr(_ATTENTIONS[name], "has_causal_form", True):
+            raise ValueError("it has no causal form; leave causal= out, or take another attention")
         if given["rotary"]:
             _check_rotary(name, options)
         value_dim = options.get("value_dim") or head_dim
