@@ -18,9 +18,13 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from schoenbat import MaclaurinFeatures
-from schoenbat.ops.triton import (
+from schoenbat.ops.triton import launch_degrees, launch_hopper, launch_sums
+from schoenbat.ops.triton import plan as plan_module
+from schoenbat.ops.triton import tiles as tiles_module
+from schoenbat.ops.triton.call import Shape, Unit
+from schoenbat.ops.triton.hopper import bidirectional_wide, degrees, degrees_backward
+from schoenbat.ops.triton.kernels import (
     bidirectional,
-    bidirectional_hopper_wide,
     bidirectional_map,
     bidirectional_sums,
     causal,
@@ -29,17 +33,9 @@ from schoenbat.ops.triton import (
     causal_sums,
     decode,
     decode_window,
-    degrees_hopper,
-    degrees_hopper_backward,
-    launch_degrees,
-    launch_hopper,
-    launch_sums,
     window,
     window_backward,
 )
-from schoenbat.ops.triton import plan as plan_module
-from schoenbat.ops.triton import tiles as tiles_module
-from schoenbat.ops.triton.call import Shape, Unit
 from schoenbat.ops.triton.launch import parts_of_sums
 from schoenbat.ops.triton.launch_causal import Axis, num_parts
 from schoenbat.ops.triton.launch_decode import NEAR_KEYS
@@ -112,7 +108,7 @@ def signature(kernel, constants, dtype):
         if name.startswith("p_"):
             decoding = kernel in (decode.step, decode_window.step)  # with a map and sums in float32
             summing = bidirectional_sums.summarize, causal_sums.accumulate, causal_sums.scan
-            summing += degrees_hopper.summarize, bidirectional_hopper_wide.summarize, *HOPPER_CAUSAL
+            summing += degrees.summarize, bidirectional_wide.summarize, *HOPPER_CAUSAL
             partial = decoding or kernel in summing
             rows = name in ROWS - ({"p_tiles"} if decoding else set())
             rows = rows or (name in {"p_sums", "p_dsums"} and not partial)
@@ -162,7 +158,7 @@ def shape_of(width, dtype):
 
 HOPPER_CAUSAL = [
     kernel
-    for name in ("causal_hopper_narrow", "causal_hopper", "causal_hopper_wide", "causal_hopper_degrees")
+    for name in ("causal_narrow", "causal", "causal_wide", "causal_degrees")
     for kernel in launch_hopper.Kernels.named(name)
 ]
 
@@ -268,11 +264,11 @@ def hopper_cases():
         constants = launch_degrees.constants(shape, plan, 8, Unit(), 1) | own
         wide = tiles._replace(num_warps=constants.pop("num_warps"))
         of_keys = {"p_row_scale": None, "p_row_weight": None, "p_mean_weight": None}
-        yield degrees_hopper.summarize, shape, plan, wide, constants | of_keys
-        yield degrees_hopper.summarize, shape, plan, wide, constants
-        yield degrees_hopper.read, shape, plan, wide, constants
-        yield degrees_hopper_backward.read_backward, shape, plan, wide, constants
-        yield degrees_hopper_backward.key_backward, shape, plan, wide, constants
+        yield degrees.summarize, shape, plan, wide, constants | of_keys
+        yield degrees.summarize, shape, plan, wide, constants
+        yield degrees.read, shape, plan, wide, constants
+        yield degrees_backward.read_backward, shape, plan, wide, constants
+        yield degrees_backward.key_backward, shape, plan, wide, constants
         yield from hopper_sums_cases(own | ({"DIM": 112} if "DIM" in own else {}), of_keys)
 
 
@@ -281,8 +277,8 @@ def hopper_sums_cases(own, of_keys):
     plan = plan_of(shape, True, 256, bidirectional=True)
     constants = launch_sums.constants(shape, plan, 8, Unit()) | own
     tiles = Tiles(128, constants.pop("num_warps"), 1)
-    yield bidirectional_hopper_wide.summarize, shape, plan, tiles, constants | of_keys
-    yield bidirectional_hopper_wide.summarize, shape, plan, tiles, constants
+    yield bidirectional_wide.summarize, shape, plan, tiles, constants | of_keys
+    yield bidirectional_wide.summarize, shape, plan, tiles, constants
 
 
 def window_cases(shape, plan):
@@ -345,7 +341,7 @@ def usages(cases, arch):
         constants = constants_for(shape, plan, tiles) | {"OVERLAPS": arch >= 90} | own
         case = {
             "arch": arch,
-            "kernel": f"{kernel.__module__.rpartition('.')[-1]}.{kernel.__name__}",
+            "kernel": f"{kernel.__module__.removeprefix('schoenbat.ops.triton.')}.{kernel.__name__}",
             "dtype": str(shape.dtype),
             "width": shape.dim,
             "groups": plan.num_groups,

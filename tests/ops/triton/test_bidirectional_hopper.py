@@ -34,14 +34,12 @@ def draw_map(dim=128, num_features=256, **options):
 def passes(request, monkeypatch):
     """The passes that were run by this kernel."""
     from schoenbat.ops.triton import (
-        bidirectional_hopper_wide,
-        degrees_hopper,
-        hopper,
         hopper_calls,
         launch,
         launch_degrees,
         launch_sums,
     )
+    from schoenbat.ops.triton.hopper import bidirectional_wide, degrees, warp_groups
 
     if DEVICE == "cpu":
         from ops.triton.gluon_emulation import emulate
@@ -51,7 +49,7 @@ def passes(request, monkeypatch):
         def takes_float16(shape, plan, x):
             return takes(shape._replace(dtype=torch.bfloat16), plan, x)
 
-        emulate(monkeypatch, [hopper, degrees_hopper, bidirectional_hopper_wide])
+        emulate(monkeypatch, [warp_groups, degrees, bidirectional_wide])
         monkeypatch.setattr(hopper_calls, "has_kernels", lambda device: True)
         monkeypatch.setattr(launch, "takes_sums_of_pairs", takes_float16)
     monkeypatch.setattr(

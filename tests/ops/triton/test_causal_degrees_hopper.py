@@ -27,26 +27,25 @@ draw = partial(specification.draw, dim=64, dtype=torch.bfloat16)
 @pytest.fixture(params=["one segment", "several segments"], autouse=True)
 def passes(request, monkeypatch):
     """The passes that were run by these kernels."""
-    from schoenbat.ops.triton import (
-        causal_hopper,
-        causal_hopper_degrees,
-        causal_hopper_degrees_keys,
-        causal_hopper_degrees_queries,
-        causal_hopper_keys,
-        causal_hopper_narrow,
-        degrees_hopper,
-        degrees_hopper_backward,
-        hopper,
-        hopper_calls,
-        launch_hopper,
+    from schoenbat.ops.triton import hopper_calls, launch_hopper
+    from schoenbat.ops.triton.hopper import (
+        causal,
+        causal_degrees,
+        causal_degrees_keys,
+        causal_degrees_queries,
+        causal_keys,
+        causal_narrow,
+        degrees,
+        degrees_backward,
+        warp_groups,
     )
 
     if DEVICE == "cpu":
         from ops.triton.gluon_emulation import emulate
 
-        own = causal_hopper_degrees, causal_hopper_degrees_queries, causal_hopper_degrees_keys
-        others = causal_hopper, causal_hopper_keys, causal_hopper_narrow
-        emulate(monkeypatch, [hopper, degrees_hopper, degrees_hopper_backward, *others, *own])
+        own = causal_degrees, causal_degrees_queries, causal_degrees_keys
+        others = causal, causal_keys, causal_narrow
+        emulate(monkeypatch, [warp_groups, degrees, degrees_backward, *others, *own])
         monkeypatch.setattr(hopper_calls, "has_kernels", lambda device: True)
     monkeypatch.setattr(launch_hopper, "_PROGRAMS", 2 if request.param == "one segment" else 10_000)
     run = recorded(monkeypatch, launch_hopper, ("attend", "attend_backward"))

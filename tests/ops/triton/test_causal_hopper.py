@@ -33,28 +33,27 @@ def draw_map(dim, num_features, **options):
 @pytest.fixture(params=["one segment", "several segments"], autouse=True)
 def passes(request, monkeypatch):
     """The passes that were run by these kernels."""
-    from schoenbat.ops.triton import (
-        causal_hopper,
-        causal_hopper_keys,
-        causal_hopper_narrow,
-        causal_hopper_narrow_keys,
-        causal_hopper_narrow_queries,
-        causal_hopper_queries,
-        causal_hopper_wide,
-        causal_hopper_wide_keys,
-        causal_hopper_wide_queries,
-        hopper,
-        hopper_calls,
-        launch_hopper,
+    from schoenbat.ops.triton import hopper_calls, launch_hopper
+    from schoenbat.ops.triton.hopper import (
+        causal,
+        causal_keys,
+        causal_narrow,
+        causal_narrow_keys,
+        causal_narrow_queries,
+        causal_queries,
+        causal_wide,
+        causal_wide_keys,
+        causal_wide_queries,
+        warp_groups,
     )
 
     if DEVICE == "cpu":
         from ops.triton.gluon_emulation import emulate
 
-        common = causal_hopper, causal_hopper_queries, causal_hopper_keys
-        narrow = causal_hopper_narrow, causal_hopper_narrow_queries, causal_hopper_narrow_keys
-        wide = causal_hopper_wide, causal_hopper_wide_queries, causal_hopper_wide_keys
-        emulate(monkeypatch, [hopper, *common, *narrow, *wide])
+        common = causal, causal_queries, causal_keys
+        narrow = causal_narrow, causal_narrow_queries, causal_narrow_keys
+        wide = causal_wide, causal_wide_queries, causal_wide_keys
+        emulate(monkeypatch, [warp_groups, *common, *narrow, *wide])
         monkeypatch.setattr(hopper_calls, "has_kernels", lambda device: True)
     monkeypatch.setattr(launch_hopper, "_PROGRAMS", 2 if request.param == "one segment" else 10_000)
     run = recorded(monkeypatch, launch_hopper, ("attend", "attend_backward"))

@@ -54,21 +54,21 @@ def allowed(usage):
         return SPILLED_WITH_FEWER_REGISTERS
     if usage["kernel"].endswith("map_backward"):
         return SPILLED_BY_TRAINED_MAPS * (usage["width"] // 64)
-    if "hopper" in usage["kernel"]:
+    if usage["kernel"].startswith("hopper."):
         return SPILLED_BESIDE_SUMS
     if usage["width"] > 64:
         return SPILLED_BY_WIDE_HEADS
-    if usage["kernel"] == "decode.step":
+    if usage["kernel"] == "kernels.decode.step":
         return SPILLED_BY_DECODING
     if usage["dtype"] == "torch.bfloat16" and not usage["quadratic"]:
         return SPILLED_BY_MANY_DEGREES
-    if usage["kernel"] == "bidirectional_sums.summarize" and usage["width"] == 32:
+    if usage["kernel"] == "kernels.bidirectional_sums.summarize" and usage["width"] == 32:
         return SPILLED_BY_SUMS_OF_A_WIDE_GROUP
-    if usage["kernel"].startswith("bidirectional.") and usage["kernel"].endswith("_backward"):
+    if usage["kernel"].startswith("kernels.bidirectional.") and usage["kernel"].endswith("_backward"):
         return SPILLED_BY_WHOLE_MAPS
     if usage.get("SINGLE"):
         return SPILLED_BY_WHOLE_MAPS
-    return SPILLED_BY_SCORES if usage["kernel"].startswith(("causal", "window")) else 64
+    return SPILLED_BY_SCORES if usage["kernel"].startswith(("kernels.causal", "kernels.window")) else 64
 
 
 def test_nothing_spills_more_than_is_known(usages):
@@ -78,7 +78,7 @@ def test_nothing_spills_more_than_is_known(usages):
 
 
 def test_tiles_of_hopper_kernels_seldom_load_what_was_spilled(usages):
-    found = [usage["reloaded"] for usage in usages if "hopper" in usage["kernel"]]
+    found = [usage["reloaded"] for usage in usages if usage["kernel"].startswith("hopper.")]
     assert 0 < max(found) <= RELOADED_BESIDE_SUMS
 
 
@@ -103,7 +103,7 @@ def test_registers_of_products_are_not_written_to_before_these_are_waited_for(us
 def test_products_of_hopper_kernels_follow_one_another(usages):
     """An assembler that runs out of registers waits for each of them."""
     for usage in usages:
-        if "hopper" in usage["kernel"]:
+        if usage["kernel"].startswith("hopper."):
             assert not usage["serialized"], usage
 
 

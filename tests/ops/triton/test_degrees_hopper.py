@@ -20,18 +20,13 @@ draw = partial(specification.draw, dim=64, dtype=torch.bfloat16)
 @pytest.fixture(params=["one program to a head", "several"], autouse=True)
 def passes(request, monkeypatch):
     """The passes that were run by these kernels."""
-    from schoenbat.ops.triton import (
-        degrees_hopper,
-        degrees_hopper_backward,
-        hopper,
-        hopper_calls,
-        launch_degrees,
-    )
+    from schoenbat.ops.triton import hopper_calls, launch_degrees
+    from schoenbat.ops.triton.hopper import degrees, degrees_backward, warp_groups
 
     if DEVICE == "cpu":
         from ops.triton.gluon_emulation import emulate
 
-        emulate(monkeypatch, [hopper, degrees_hopper, degrees_hopper_backward])
+        emulate(monkeypatch, [warp_groups, degrees, degrees_backward])
         monkeypatch.setattr(hopper_calls, "has_kernels", lambda device: True)
     monkeypatch.setattr(
         launch_degrees, "_PROGRAMS", 1 if request.param == "one program to a head" else 10_000

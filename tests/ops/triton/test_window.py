@@ -302,7 +302,7 @@ def test_a_graph_of_it_replays(is_causal):
 
 @pytest.mark.gpu
 def test_no_kernel_is_compiled_again_for_another_length_or_width():
-    from schoenbat.ops.triton import window
+    from schoenbat.ops.triton.kernels import window
 
     features = make_map("exact-low", 64, 128, dtype=torch.float32, device=DEVICE)
 

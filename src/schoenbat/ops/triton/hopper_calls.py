@@ -1,4 +1,4 @@
-"""Which calls the kernels for Hopper's warp groups take, and what they have in common: see `hopper`."""
+"""Which calls the kernels for Hopper's warp groups take, and what they have in common: see `warp_groups`."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -12,7 +12,7 @@ from schoenbat.ops.triton.plan import Plan, padded
 
 # Copies of 16 bytes want rows that begin at multiples of it; Triton knows of multiples of 16 numbers alone.
 _ALIGNED = 16
-# The narrowest product, that of y = Pᵀx; `hopper` says so, too, but cannot be imported everywhere.
+# The narrowest product, that of y = Pᵀx; `warp_groups` says so, too, but cannot be imported everywhere.
 _NARROW = 16
 # Tiles of directions that shared memory has room for beside rows and sums. Each group has one, so that
 # none has more than 16.
@@ -116,13 +116,13 @@ def has_kernels(device: torch.device) -> bool:
     try:
         from triton.experimental.gluon import language
 
-        from schoenbat.ops.triton import (  # noqa: F401
-            bidirectional_hopper_wide,
-            causal_hopper_degrees_keys,
-            causal_hopper_keys,
-            causal_hopper_narrow_keys,
-            causal_hopper_wide_keys,
-            degrees_hopper_backward,
+        from schoenbat.ops.triton.hopper import (  # noqa: F401
+            bidirectional_wide,
+            causal_degrees_keys,
+            causal_keys,
+            causal_narrow_keys,
+            causal_wide_keys,
+            degrees_backward,
         )
     except (ImportError, AttributeError):
         return False

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from schoenbat.ops.triton import bidirectional, bidirectional_sums, launch_degrees, launch_sums
+from schoenbat.ops.triton import launch_degrees, launch_sums
 from schoenbat.ops.triton.call import Shape, Unit, as_rows, cdiv, flat, map_arguments, per_map, summary_shapes
 from schoenbat.ops.triton.hopper_calls import takes_degrees, takes_sums_of_pairs
+from schoenbat.ops.triton.kernels import bidirectional, bidirectional_sums
 from schoenbat.ops.triton.plan import Plan, padded
 from schoenbat.ops.triton.tiles import (
     Tiles,

@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from schoenbat.ops.triton import causal, causal_keys, causal_sums, launch_hopper
+from schoenbat.ops.triton import launch_hopper
 from schoenbat.ops.triton.call import Shape, Unit, as_rows, cdiv, flat, map_arguments, per_map
 from schoenbat.ops.triton.hopper_calls import goes_in_one_pass
+from schoenbat.ops.triton.kernels import causal, causal_keys, causal_sums
 from schoenbat.ops.triton.launch import split, sum_rows
 from schoenbat.ops.triton.plan import Plan
 from schoenbat.ops.triton.state import empty_state, lay_out, roots, take_out

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from schoenbat.ops.triton import decode, decode_window
 from schoenbat.ops.triton.call import Unit, as_rows, cdiv, flat, map_arguments, per_map
+from schoenbat.ops.triton.kernels import decode, decode_window
 from schoenbat.ops.triton.plan import Plan, padded
 
 # Value columns of a program, and its warps: the fewer warps, the more programs are at work at once.

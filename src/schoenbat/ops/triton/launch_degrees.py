@@ -71,11 +71,11 @@ def summarize(
     unit: Unit,
 ) -> list[Tensor]:
     """See `form_sums`."""
-    from schoenbat.ops.triton import degrees_hopper
+    from schoenbat.ops.triton.hopper import degrees
 
     compiled_for = constants(shape, plan, x.shape[1], unit, shape.groups)
     call = x, rows, mask, by_row, shape, plan, query_scale, key_scale, unit
-    return form_sums(degrees_hopper.summarize, _map(plan), compiled_for, *call)
+    return form_sums(degrees.summarize, _map(plan), compiled_for, *call)
 
 
 def read(
@@ -89,11 +89,11 @@ def read(
     unit: Unit,
 ) -> None:
     """Each query row's output, into `out`."""
-    from schoenbat.ops.triton import degrees_hopper
+    from schoenbat.ops.triton.hopper import degrees
 
     heads = q.shape[0] * q.shape[1]
     splits, each = split(q.shape[-2], heads)
-    degrees_hopper.read[(splits * heads,)](
+    degrees.read[(splits * heads,)](
         *(q, out, query_scale, *summary, per_map(coefficients, plan)),
         *(*q.stride()[:3], q.shape[-2], each, splits, unit.eps, *_map(plan)),
         **constants(shape, plan, q.shape[1], unit, shape.groups),
@@ -111,13 +111,13 @@ def read_backward(
     unit: Unit,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """The gradients of queries, and of the scale by program; by row 1/f and those of total and mean logit."""
-    from schoenbat.ops.triton import degrees_hopper_backward
+    from schoenbat.ops.triton.hopper import degrees_backward
 
     heads = q.shape[0] * q.shape[1]
     splits, each = split(q.shape[-2], heads)
     grad_query, to_scale = q.new_empty(q.shape), q.new_empty(*q.shape[:2], splits, dtype=torch.float32)
     by_row = [q.new_empty(q.shape[:-1], dtype=torch.float32) for _ in range(3)]
-    degrees_hopper_backward.read_backward[(splits * heads,)](
+    degrees_backward.read_backward[(splits * heads,)](
         *(q, g, grad_query, *by_row, to_scale, query_scale, *summary[:3], per_map(coefficients, plan)),
         *(*q.stride()[:3], *g.stride()[:3], q.shape[-2], each, splits, unit.eps, *_map(plan)),
         **constants(shape, plan, q.shape[1], unit, shape.groups),
@@ -137,13 +137,13 @@ def key_backward(
     unit: Unit,
 ) -> tuple[Tensor, Tensor]:
     """The gradients of keys and values."""
-    from schoenbat.ops.triton import degrees_hopper_backward
+    from schoenbat.ops.triton.hopper import degrees_backward
 
     heads = k.shape[0] * k.shape[1]
     splits, each = split(k.shape[-2], heads)
     to_sums, to_totals, to_key, to_value = to_summary
     grad_key, grad_value = k.new_empty(k.shape), v.new_empty(v.shape)
-    degrees_hopper_backward.key_backward[(splits * heads,)](
+    degrees_backward.key_backward[(splits * heads,)](
         *(k, v, mask_bytes(mask), grad_key, grad_value, to_sums, to_totals, to_key, centre, to_value),
         *(*k.stride()[:3], *v.stride()[:3], k.shape[-2], each, splits, key_scale, unit.eps, *_map(plan)),
         **constants(shape, plan, k.shape[1], unit),

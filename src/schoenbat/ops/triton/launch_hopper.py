@@ -18,8 +18,8 @@ _BLOCK, _ROWS_OF_DEGREES = 64, 128
 _PROGRAMS = 264
 # Every segment adds up the sums of those before it: more than a few are worth it where each has many tiles.
 _FEW_SEGMENTS, _TILES_EACH = 8, 16
-_MODULES = {32: "causal_hopper_narrow", 64: "causal_hopper", 128: "causal_hopper_wide"}
-_OF_DEGREES = "causal_hopper_degrees"
+_MODULES = {32: "causal_narrow", 64: "causal", 128: "causal_wide"}
+_OF_DEGREES = "causal_degrees"
 
 
 class Segments(NamedTuple):
@@ -71,7 +71,7 @@ class Kernels(NamedTuple):
     @cache
     def named(module: str) -> "Kernels":
         """Imported where a call has kernels of this kind: there are GPUs and versions of Triton without."""
-        name = f"schoenbat.ops.triton.{module}"
+        name = f"schoenbat.ops.triton.hopper.{module}"
         outputs, queries, keys = (import_module(name + part) for part in ("", "_queries", "_keys"))
         of_keys = keys.sum_queries, keys.key_backward
         return Kernels(outputs.sum_keys, outputs.read, queries.query_backward, *of_keys)

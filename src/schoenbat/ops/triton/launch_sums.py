@@ -29,9 +29,9 @@ def summarize(
     unit: Unit,
 ) -> list[Tensor]:
     """See `launch_degrees.form_sums`."""
-    from schoenbat.ops.triton import bidirectional_hopper_wide
+    from schoenbat.ops.triton.hopper import bidirectional_wide
 
     of_map = plan.tiles, plan.root_weight, plan.root_linear, plan.tiles.shape[1]
     compiled_for = constants(shape, plan, x.shape[1], unit)
     call = x, rows, mask, by_row, shape, plan, query_scale, key_scale, unit
-    return form_sums(bidirectional_hopper_wide.summarize, of_map, compiled_for, *call)
+    return form_sums(bidirectional_wide.summarize, of_map, compiled_for, *call)

@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from schoenbat.ops.operators import direct_operator
-from schoenbat.ops.triton import launch, launch_causal, launch_decode, launch_hopper, launch_map, launch_state
+from schoenbat.ops.triton import (
+    launch,
+    launch_causal,
+    launch_decode,
+    launch_hopper,
+    launch_map,
+    launch_state,
+)
 from schoenbat.ops.triton.call import Shape, Unit, as_rows, summary_shapes
 from schoenbat.ops.triton.hopper_calls import goes_in_one_pass
 from schoenbat.ops.triton.plan import Plan

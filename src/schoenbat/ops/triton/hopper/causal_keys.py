@@ -4,7 +4,7 @@ A program goes with sums over queries and output gradients: with g/f a row's gra
 Σφ(q)(g/f)ᵀ; and with dT and dm the gradients of a row's total and of its mean logit, which `query_backward` leaves, Σq dT,
 Σφ(q) dT, Σq dm and Σg e/f. Where a head has several segments, `sum_queries` leaves those of each.
 
-Names are those of `hopper`.
+Names are those of `warp_groups`.
 """
 
 from triton.experimental import gluon
@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from schoenbat.ops.triton.causal_hopper import (
+from schoenbat.ops.triton.hopper.causal import (
     LENGTHS,
     linear_scores,
     linear_weights,
@@ -26,8 +26,8 @@ from schoenbat.ops.triton.causal_hopper import (
     store_sums,
     weight_of_all,
 )
-from schoenbat.ops.triton.causal_hopper_queries import pairs_backward
-from schoenbat.ops.triton.hopper import (
+from schoenbat.ops.triton.hopper.causal_queries import pairs_backward
+from schoenbat.ops.triton.hopper.warp_groups import (
     BLOCK,
     NARROW,
     accumulator,

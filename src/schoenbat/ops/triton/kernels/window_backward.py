@@ -7,9 +7,9 @@ causal attention. Those of the near keys are those of softmax attention. Names a
 import triton
 import triton.language as tl
 
-from schoenbat.ops.triton.features import evaluate, evaluate_backward, linear_scores
-from schoenbat.ops.triton.rows import load_tile, store_tile, visible
-from schoenbat.ops.triton.window_sums import (
+from schoenbat.ops.triton.kernels.features import evaluate, evaluate_backward, linear_scores
+from schoenbat.ops.triton.kernels.rows import load_tile, store_tile, visible
+from schoenbat.ops.triton.kernels.window_sums import (
     LENGTHS,
     far_count,
     far_tile,

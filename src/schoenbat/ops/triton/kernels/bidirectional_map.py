@@ -10,9 +10,15 @@ Names are those of `features`; m_ are masks.
 import triton
 import triton.language as tl
 
-from schoenbat.ops.triton.bidirectional_sums import LENGTHS
-from schoenbat.ops.triton.map_gradients import add_rows, group_of, nothing, part_and_program, store_total
-from schoenbat.ops.triton.rows import load_tile, load_unit_tile, visible
+from schoenbat.ops.triton.kernels.bidirectional_sums import LENGTHS
+from schoenbat.ops.triton.kernels.map_gradients import (
+    add_rows,
+    group_of,
+    nothing,
+    part_and_program,
+    store_total,
+)
+from schoenbat.ops.triton.kernels.rows import load_tile, load_unit_tile, visible
 
 
 @triton.jit(do_not_specialize=LENGTHS)

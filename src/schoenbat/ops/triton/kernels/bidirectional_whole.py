@@ -7,7 +7,7 @@ take registers and make warps wait. Names are those of `features`.
 import triton
 import triton.language as tl
 
-from schoenbat.ops.triton.features import (
+from schoenbat.ops.triton.kernels.features import (
     first_directions,
     pair_directions,
     pairs,
@@ -15,7 +15,7 @@ from schoenbat.ops.triton.features import (
     projected,
     projected_backward,
 )
-from schoenbat.ops.triton.rows import NARROW
+from schoenbat.ops.triton.kernels.rows import NARROW
 
 
 @triton.jit

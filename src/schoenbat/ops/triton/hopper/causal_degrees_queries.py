@@ -1,6 +1,6 @@
-"""Gradients of queries of causal attention by maps of many degrees on Hopper, as `causal_hopper_degrees.read` goes.
+"""Gradients of queries of causal attention by maps of many degrees on Hopper, as `causal_degrees.read` goes.
 
-Sums are put away before the levels of queries are formed, to multiply and then to divide by: in registers there is no room for both. Gradients are those of the scaled rows and multiplied by the scale last. Names are those of `hopper`.
+Sums are put away before the levels of queries are formed, to multiply and then to divide by: in registers there is no room for both. Gradients are those of the scaled rows and multiplied by the scale last. Names are those of `warp_groups`.
 """
 
 from triton.experimental import gluon
@@ -11,8 +11,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from schoenbat.ops.triton.causal_hopper import keys_seen
-from schoenbat.ops.triton.causal_hopper_degrees import (
+from schoenbat.ops.triton.hopper.causal import keys_seen
+from schoenbat.ops.triton.hopper.causal_degrees import (
     LENGTHS,
     both_features,
     in_two,
@@ -21,8 +21,8 @@ from schoenbat.ops.triton.causal_hopper_degrees import (
     tiles_of_sums,
     vectors_of_sums,
 )
-from schoenbat.ops.triton.causal_hopper_narrow import size_of_sums, two_vectors
-from schoenbat.ops.triton.degrees_hopper import (
+from schoenbat.ops.triton.hopper.causal_narrow import size_of_sums, two_vectors
+from schoenbat.ops.triton.hopper.degrees import (
     GROUP,
     ROWS,
     WARPS,
@@ -38,8 +38,8 @@ from schoenbat.ops.triton.degrees_hopper import (
     two_levels,
     zeros,
 )
-from schoenbat.ops.triton.degrees_hopper_backward import packed_backward, products_backward
-from schoenbat.ops.triton.hopper import (
+from schoenbat.ops.triton.hopper.degrees_backward import packed_backward, products_backward
+from schoenbat.ops.triton.hopper.warp_groups import (
     NARROW,
     accumulator,
     add,

@@ -1,6 +1,6 @@
-"""Gradients of queries of causal attention on Hopper, in one pass from the first tile on, as `causal_hopper.read` goes.
+"""Gradients of queries of causal attention on Hopper, in one pass from the first tile on, as `causal.read` goes.
 
-They are those of the scaled rows and multiplied by the scale last. Names are those of `hopper`.
+They are those of the scaled rows and multiplied by the scale last. Names are those of `warp_groups`.
 """
 
 from triton.experimental import gluon
@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from schoenbat.ops.triton.causal_hopper import (
+from schoenbat.ops.triton.hopper.causal import (
     LENGTHS,
     add_keys,
     keys_seen,
@@ -22,7 +22,7 @@ from schoenbat.ops.triton.causal_hopper import (
     size_of_sums,
     sums_before,
 )
-from schoenbat.ops.triton.hopper import (
+from schoenbat.ops.triton.hopper.warp_groups import (
     BLOCK,
     NARROW,
     accumulator,

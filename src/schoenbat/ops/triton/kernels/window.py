@@ -14,9 +14,9 @@ than the near ones (SEPARATE). Names are those of `features`; m_ are masks.
 import triton
 import triton.language as tl
 
-from schoenbat.ops.triton.features import evaluate, linear_scores
-from schoenbat.ops.triton.rows import LOWEST_EXPONENT, load_tile, store_tile, visible
-from schoenbat.ops.triton.window_sums import (
+from schoenbat.ops.triton.kernels.features import evaluate, linear_scores
+from schoenbat.ops.triton.kernels.rows import LOWEST_EXPONENT, load_tile, store_tile, visible
+from schoenbat.ops.triton.kernels.window_sums import (
     LENGTHS,
     far_count,
     far_tile,

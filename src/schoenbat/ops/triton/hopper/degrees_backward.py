@@ -1,7 +1,7 @@
-"""Gradients of bidirectional attention by maps of many degrees on Hopper: see `degrees_hopper`.
+"""Gradients of bidirectional attention by maps of many degrees on Hopper: see `degrees`.
 
-What is computed is in `bidirectional`. All factors of a feature but one are the product divided by that one; two levels share
-a division. Gradients are those of the scaled rows and multiplied by the scale last. Names are those of `hopper`.
+What is computed is in `kernels.bidirectional`. All factors of a feature but one are the product divided by that one; two levels share
+a division. Gradients are those of the scaled rows and multiplied by the scale last. Names are those of `warp_groups`.
 """
 
 from triton.experimental import gluon
@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from schoenbat.ops.triton.degrees_hopper import (
+from schoenbat.ops.triton.hopper.degrees import (
     GROUP,
     LENGTHS,
     ROWS,
@@ -29,7 +29,7 @@ from schoenbat.ops.triton.degrees_hopper import (
     times_packed,
     two_levels,
 )
-from schoenbat.ops.triton.hopper import (
+from schoenbat.ops.triton.hopper.warp_groups import (
     LOWEST_EXPONENT,
     NARROW,
     accumulator,

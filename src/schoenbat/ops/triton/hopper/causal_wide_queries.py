@@ -1,7 +1,7 @@
-"""Gradients of queries of causal attention on Hopper, of heads of 65 to 128 channels: see `causal_hopper_wide`.
+"""Gradients of queries of causal attention on Hopper, of heads of 65 to 128 channels: see `causal_wide`.
 
 What comes from pairs is formed first and ends in the gradient of y, 16 numbers a row: of the results as wide as a row there are
-then few at a time. Names are those of `hopper`.
+then few at a time. Names are those of `warp_groups`.
 """
 
 from triton.experimental import gluon
@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from schoenbat.ops.triton.causal_hopper import (
+from schoenbat.ops.triton.hopper.causal import (
     LENGTHS,
     keys_seen,
     linear_weights,
@@ -20,8 +20,8 @@ from schoenbat.ops.triton.causal_hopper import (
     size_of_sums,
     sums_before,
 )
-from schoenbat.ops.triton.causal_hopper_wide import WARPS, add_rows, pairs_of, project, shared_map
-from schoenbat.ops.triton.hopper import (
+from schoenbat.ops.triton.hopper.causal_wide import WARPS, add_rows, pairs_of, project, shared_map
+from schoenbat.ops.triton.hopper.warp_groups import (
     BLOCK,
     NARROW,
     accumulator,
@@ -82,7 +82,7 @@ def query_backward(
     HEADS: gl.constexpr, GROUPS: gl.constexpr, MAPS: gl.constexpr, UNIT: gl.constexpr,
     DIM: gl.constexpr, DV: gl.constexpr, D: gl.constexpr, V: gl.constexpr, F: gl.constexpr,
 ):  # fmt: skip
-    """As `causal_hopper_queries.query_backward`."""
+    """As `causal_queries.query_backward`."""
     dtype: gl.constexpr = p_query.dtype.element_ty
     i_segment, i_bh, i_b, i_h, i_map = place(SEGMENTS, HEADS, GROUPS, MAPS)
     p_query = at_head(p_query, i_b, i_h, stride_qb, stride_qh)

@@ -1,10 +1,10 @@
-"""Causal attention of heads of 65 to 128 channels on Hopper, in one pass as `causal_hopper` has it.
+"""Causal attention of heads of 65 to 128 channels on Hopper, in one pass as `causal` has it.
 
 The sums, [128, 128] twice, are half of the registers of eight warps. Tiles have 64 rows: the two groups of warps share the
 columns of a product's result, and all operands lie in shared memory, where each group finds its own part. Pairs are
 products of the 16 numbers y = Pᵀx of a row: two selections of y are their factors.
 
-Names are those of `hopper`.
+Names are those of `warp_groups`.
 """
 
 from triton.experimental import gluon
@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from schoenbat.ops.triton.causal_hopper import (
+from schoenbat.ops.triton.hopper.causal import (
     LENGTHS,
     floored,
     keys_seen,
@@ -27,7 +27,7 @@ from schoenbat.ops.triton.causal_hopper import (
     sums_before,
     weight_of_all,
 )
-from schoenbat.ops.triton.hopper import (
+from schoenbat.ops.triton.hopper.warp_groups import (
     BLOCK,
     NARROW,
     add,
@@ -106,7 +106,7 @@ def sum_keys(
     HEADS: gl.constexpr, MAPS: gl.constexpr, UNIT: gl.constexpr,
     DIM: gl.constexpr, DV: gl.constexpr, D: gl.constexpr, V: gl.constexpr, F: gl.constexpr,
 ):  # fmt: skip
-    """As `causal_hopper.sum_keys`."""
+    """As `causal.sum_keys`."""
     dtype: gl.constexpr = p_key.dtype.element_ty
     i_segment, i_bh, i_b, i_h, i_map = place(SEGMENTS - 1, HEADS, 1, MAPS)
     p_key = at_head(p_key, i_b, i_h, stride_kb, stride_kh)
@@ -166,7 +166,7 @@ def read(
     HEADS: gl.constexpr, GROUPS: gl.constexpr, MAPS: gl.constexpr, UNIT: gl.constexpr,
     DIM: gl.constexpr, DV: gl.constexpr, D: gl.constexpr, V: gl.constexpr, F: gl.constexpr,
 ):  # fmt: skip
-    """As `causal_hopper.read`."""
+    """As `causal.read`."""
     dtype: gl.constexpr = p_query.dtype.element_ty
     i_segment, i_bh, i_b, i_h, i_map = place(SEGMENTS, HEADS, GROUPS, MAPS)
     p_query = at_head(p_query, i_b, i_h, stride_qb, stride_qh)

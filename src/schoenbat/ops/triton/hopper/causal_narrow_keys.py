@@ -1,9 +1,9 @@
 """Gradients of keys and values of 32 channels of causal attention on Hopper, in one pass from the last tile on.
 
-A program goes with the sums over queries and output gradients of `causal_hopper_keys`, laid out as those over keys are in
-`causal_hopper_narrow`: Σφ(q)(g/f)ᵀ and Σφ(q) dT; Σq dm and Σg e/f as tiles of equal rows.
+A program goes with the sums over queries and output gradients of `causal_keys`, laid out as those over keys are in
+`causal_narrow`: Σφ(q)(g/f)ᵀ and Σφ(q) dT; Σq dm and Σg e/f as tiles of equal rows.
 
-Names are those of `hopper`.
+Names are those of `warp_groups`.
 """
 
 from triton.experimental import gluon
@@ -14,9 +14,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from schoenbat.ops.triton.causal_hopper import LENGTHS
-from schoenbat.ops.triton.causal_hopper_keys import over_denominator
-from schoenbat.ops.triton.causal_hopper_narrow import (
+from schoenbat.ops.triton.hopper.causal import LENGTHS
+from schoenbat.ops.triton.hopper.causal_keys import over_denominator
+from schoenbat.ops.triton.hopper.causal_narrow import (
     add_features,
     features,
     shared_map,
@@ -27,8 +27,8 @@ from schoenbat.ops.triton.causal_hopper_narrow import (
     sums_of,
     two_vectors,
 )
-from schoenbat.ops.triton.causal_hopper_narrow_queries import features_backward
-from schoenbat.ops.triton.hopper import (
+from schoenbat.ops.triton.hopper.causal_narrow_queries import features_backward
+from schoenbat.ops.triton.hopper.warp_groups import (
     BLOCK,
     NARROW,
     accumulator,

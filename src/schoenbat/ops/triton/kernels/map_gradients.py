@@ -13,7 +13,7 @@ Names are those of `features`.
 import triton
 import triton.language as tl
 
-from schoenbat.ops.triton.features import factors, level_factors, monomials
+from schoenbat.ops.triton.kernels.features import factors, level_factors, monomials
 
 
 @triton.jit

@@ -6,9 +6,23 @@ What the kernels compute is in `causal_sums`. Names are those of `features`; m_ 
 import triton
 import triton.language as tl
 
-from schoenbat.ops.triton.causal_sums import GENERAL, earlier_keys, normaliser, seen, shares, state, vector
-from schoenbat.ops.triton.features import directions, evaluate, evaluate_backward, linear_scores, pairs
-from schoenbat.ops.triton.rows import (
+from schoenbat.ops.triton.kernels.causal_sums import (
+    GENERAL,
+    earlier_keys,
+    normaliser,
+    seen,
+    shares,
+    state,
+    vector,
+)
+from schoenbat.ops.triton.kernels.features import (
+    directions,
+    evaluate,
+    evaluate_backward,
+    linear_scores,
+    pairs,
+)
+from schoenbat.ops.triton.kernels.rows import (
     LOWEST_EXPONENT,
     load_tile,
     load_unit_tile,

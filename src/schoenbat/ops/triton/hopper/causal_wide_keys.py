@@ -1,6 +1,6 @@
-"""Gradients of keys and values of causal attention on Hopper, of heads of 65 to 128 channels: see `causal_hopper_wide`.
+"""Gradients of keys and values of causal attention on Hopper, of heads of 65 to 128 channels: see `causal_wide`.
 
-The sums are those of `causal_hopper_keys`. Names are those of `hopper`.
+The sums are those of `causal_keys`. Names are those of `warp_groups`.
 """
 
 from triton.experimental import gluon
@@ -11,20 +11,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from schoenbat.ops.triton.causal_hopper import (
+from schoenbat.ops.triton.hopper.causal import (
     LENGTHS,
     linear_weights,
     size_of_sums,
     store_sums,
     weight_of_all,
 )
-from schoenbat.ops.triton.causal_hopper_keys import (
+from schoenbat.ops.triton.hopper.causal_keys import (
     query_sums_behind,
     size_of_query_sums,
     store_weights,
     two_columns,
 )
-from schoenbat.ops.triton.causal_hopper_wide import (
+from schoenbat.ops.triton.hopper.causal_wide import (
     WARPS,
     add_rows,
     pairs_of,
@@ -32,8 +32,8 @@ from schoenbat.ops.triton.causal_hopper_wide import (
     shared_map,
     store_weighted,
 )
-from schoenbat.ops.triton.causal_hopper_wide_queries import pairs_backward
-from schoenbat.ops.triton.hopper import (
+from schoenbat.ops.triton.hopper.causal_wide_queries import pairs_backward
+from schoenbat.ops.triton.hopper.warp_groups import (
     BLOCK,
     NARROW,
     accumulator,
@@ -66,7 +66,7 @@ def sum_queries(
     HEADS: gl.constexpr, GROUPS: gl.constexpr, MAPS: gl.constexpr, UNIT: gl.constexpr,
     DIM: gl.constexpr, DV: gl.constexpr, D: gl.constexpr, V: gl.constexpr, F: gl.constexpr,
 ):  # fmt: skip
-    """As `causal_hopper_keys.sum_queries`."""
+    """As `causal_keys.sum_queries`."""
     dtype: gl.constexpr = p_query.dtype.element_ty
     i_segment, i_bh, i_b, i_h, i_map = place(SEGMENTS - 1, HEADS, GROUPS, MAPS)
     i_segment += 1
@@ -133,7 +133,7 @@ def key_backward(
     HEADS: gl.constexpr, GROUPS: gl.constexpr, MAPS: gl.constexpr, UNIT: gl.constexpr,
     DIM: gl.constexpr, DV: gl.constexpr, D: gl.constexpr, V: gl.constexpr, F: gl.constexpr,
 ):  # fmt: skip
-    """As `causal_hopper_keys.key_backward`."""
+    """As `causal_keys.key_backward`."""
     dtype: gl.constexpr = p_query.dtype.element_ty
     i_segment, i_bh, i_b, i_h, i_map = place(SEGMENTS, HEADS, GROUPS, MAPS)
     p_query = at_head(p_query, i_b, i_h, stride_qb, stride_qh)

@@ -1,11 +1,11 @@
-"""Causal attention of heads of 32 channels on Hopper in one pass, as `causal_hopper` goes through wider ones.
+"""Causal attention of heads of 32 channels on Hopper in one pass, as `causal` goes through wider ones.
 
 The result of a product has 64 rows at least, which sums over 32 channels do not. So identity features and pairs are laid out as two
 groups of 64 features alike, the last of which ends with the identity: every feature is two factors and a weight, and an identity's
 second factor is 1. Sums over keys are Σφ(k)vᵀ and Σφ(k); Σk and Σv are added up by a tile of ones, so that each row of the result is
 the sum: what a row needs of them is then at hand in its own registers. Of Σk a triangle of ones gives what each row sees.
 
-Names are those of `hopper`.
+Names are those of `warp_groups`.
 """
 
 from triton.experimental import gluon
@@ -16,8 +16,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from schoenbat.ops.triton.causal_hopper import LENGTHS, floored, keys_seen, shared_one
-from schoenbat.ops.triton.hopper import (
+from schoenbat.ops.triton.hopper.causal import LENGTHS, floored, keys_seen, shared_one
+from schoenbat.ops.triton.hopper.warp_groups import (
     BLOCK,
     NARROW,
     accumulator,

@@ -11,8 +11,14 @@ group after group. Names are those of `features`; m_ are masks.
 import triton
 import triton.language as tl
 
-from schoenbat.ops.triton.features import evaluate, first_directions, pair_directions, projected
-from schoenbat.ops.triton.rows import NARROW, load_tile, load_unit_tile, visible, wait_for_the_one_before
+from schoenbat.ops.triton.kernels.features import evaluate, first_directions, pair_directions, projected
+from schoenbat.ops.triton.kernels.rows import (
+    NARROW,
+    load_tile,
+    load_unit_tile,
+    visible,
+    wait_for_the_one_before,
+)
 
 # What depends on the length of a sequence: no kernel is compiled again for another length.
 LENGTHS = ("N", "TILES", "SPLITS", "NUM_PARTS")

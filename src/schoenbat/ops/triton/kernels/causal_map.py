@@ -9,10 +9,16 @@ Names are those of `features`; m_ are masks.
 import triton
 import triton.language as tl
 
-from schoenbat.ops.triton.causal_sums import LENGTHS, normaliser, shares, state, vector
-from schoenbat.ops.triton.features import evaluate
-from schoenbat.ops.triton.map_gradients import add_rows, group_of, nothing, part_and_program, store_total
-from schoenbat.ops.triton.rows import load_tile, load_unit_tile, visible
+from schoenbat.ops.triton.kernels.causal_sums import LENGTHS, normaliser, shares, state, vector
+from schoenbat.ops.triton.kernels.features import evaluate
+from schoenbat.ops.triton.kernels.map_gradients import (
+    add_rows,
+    group_of,
+    nothing,
+    part_and_program,
+    store_total,
+)
+from schoenbat.ops.triton.kernels.rows import load_tile, load_unit_tile, visible
 
 
 @triton.jit

@@ -6,9 +6,9 @@ What the kernels compute is in `causal_sums`. Names are those of `features`; m_ 
 import triton
 import triton.language as tl
 
-from schoenbat.ops.triton.causal_sums import GENERAL, earlier_keys, normaliser, shares, state, vector
-from schoenbat.ops.triton.features import evaluate, evaluate_backward, linear_scores
-from schoenbat.ops.triton.rows import load_tile, load_unit_tile, store_tile, unit_backward, visible
+from schoenbat.ops.triton.kernels.causal_sums import GENERAL, earlier_keys, normaliser, shares, state, vector
+from schoenbat.ops.triton.kernels.features import evaluate, evaluate_backward, linear_scores
+from schoenbat.ops.triton.kernels.rows import load_tile, load_unit_tile, store_tile, unit_backward, visible
 
 
 @triton.jit

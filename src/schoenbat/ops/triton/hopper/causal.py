@@ -1,10 +1,10 @@
 """Causal attention on Hopper in one pass: a program goes through a segment of tiles, the sums over what lies before in registers.
 
-What is computed is in `causal_sums`; here sums over keys are Σkvᵀ, Σφ(k)vᵀ, Σk, Σφ(k) and Σv of rows as they are, φ being pairs:
+What is computed is in `kernels.causal_sums`; here sums over keys are Σkvᵀ, Σφ(k)vᵀ, Σk, Σφ(k) and Σv of rows as they are, φ being pairs:
 weights and scales enter where they are read. A head is one segment where heads are many. Else `sum_keys` leaves the sums of
 each segment, and a program begins with those of the segments before its own.
 
-Names are those of `hopper`.
+Names are those of `warp_groups`.
 """
 
 from triton.experimental import gluon
@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from schoenbat.ops.triton.hopper import (
+from schoenbat.ops.triton.hopper.warp_groups import (
     BLOCK,
     LOWEST_EXPONENT,
     NARROW,

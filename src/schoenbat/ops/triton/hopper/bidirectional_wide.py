@@ -1,6 +1,6 @@
 """Sums for bidirectional attention of heads of 65 to 128 channels on Hopper: identity features and two groups of pairs at once.
 
-What is computed is in `bidirectional_sums`, whose `summarize` leaves the same: there each group of features is a part of its own,
+What is computed is in `kernels.bidirectional_sums`, whose `summarize` leaves the same: there each group of features is a part of its own,
 which reads all rows again. Here the sums of both kinds, [128, 128] each, are half of the registers of eight warps, which work on
 tiles of ROWS rows. Pairs are products of the 16 numbers y = Pᵀx of a row, two selections of which are their factors; half of them
 at a time, for want of registers. Weights and scales multiply the sums, once.
@@ -8,7 +8,7 @@ at a time, for want of registers. Weights and scales multiply the sums, once.
 Products end in the order in which they were started: behind each one that is waited for stands another, so that there is
 something to multiply while pairs are formed and stored.
 
-Names are those of `hopper`.
+Names are those of `warp_groups`.
 """
 
 from triton.experimental import gluon
@@ -19,8 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from schoenbat.ops.triton.degrees_hopper import GROUP, LENGTHS, ROWS, WARPS, narrow_weights
-from schoenbat.ops.triton.hopper import (
+from schoenbat.ops.triton.hopper.degrees import GROUP, LENGTHS, ROWS, WARPS, narrow_weights
+from schoenbat.ops.triton.hopper.warp_groups import (
     NARROW,
     accumulator,
     add,

@@ -1,9 +1,9 @@
 """Gradients of keys and values of causal attention by maps of many degrees on Hopper, in one pass from the last tile on.
 
-A program goes with the sums over queries and output gradients of `causal_hopper_keys`, laid out as those over keys are in
-`causal_hopper_degrees`: Σφ(q)(g/f)ᵀ and Σφ(q) dT of both groups, Σq dm and Σg e/f. Gradients are divided by f as they arrive.
+A program goes with the sums over queries and output gradients of `causal_keys`, laid out as those over keys are in
+`causal_degrees`: Σφ(q)(g/f)ᵀ and Σφ(q) dT of both groups, Σq dm and Σg e/f. Gradients are divided by f as they arrive.
 
-Names are those of `hopper`.
+Names are those of `warp_groups`.
 """
 
 from triton.experimental import gluon
@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from schoenbat.ops.triton.causal_hopper_degrees import (
+from schoenbat.ops.triton.hopper.causal_degrees import (
     LENGTHS,
     add_features,
     both_features,
@@ -23,7 +23,7 @@ from schoenbat.ops.triton.causal_hopper_degrees import (
     tiles_of_sums,
     weighted,
 )
-from schoenbat.ops.triton.causal_hopper_degrees_queries import (
+from schoenbat.ops.triton.hopper.causal_degrees_queries import (
     again,
     first_of_both,
     put_away,
@@ -32,9 +32,9 @@ from schoenbat.ops.triton.causal_hopper_degrees_queries import (
     take_up,
     through_both,
 )
-from schoenbat.ops.triton.causal_hopper_keys import store_weights
-from schoenbat.ops.triton.causal_hopper_narrow import size_of_sums
-from schoenbat.ops.triton.degrees_hopper import (
+from schoenbat.ops.triton.hopper.causal_keys import store_weights
+from schoenbat.ops.triton.hopper.causal_narrow import size_of_sums
+from schoenbat.ops.triton.hopper.degrees import (
     GROUP,
     ROWS,
     WARPS,
@@ -45,7 +45,7 @@ from schoenbat.ops.triton.degrees_hopper import (
     shared_weights,
     zeros,
 )
-from schoenbat.ops.triton.hopper import (
+from schoenbat.ops.triton.hopper.warp_groups import (
     NARROW,
     accumulator,
     add,

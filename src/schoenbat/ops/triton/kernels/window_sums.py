@@ -11,8 +11,8 @@ Names are those of `features`; m_ are masks.
 import triton
 import triton.language as tl
 
-from schoenbat.ops.triton import causal_sums
-from schoenbat.ops.triton.causal_sums import shares, vector
+from schoenbat.ops.triton.kernels import causal_sums
+from schoenbat.ops.triton.kernels.causal_sums import shares, vector
 
 LENGTHS = (*causal_sums.LENGTHS, "WIDTH", "REACH", "CHUNKS")
 

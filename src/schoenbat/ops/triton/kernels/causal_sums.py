@@ -26,8 +26,8 @@ Names are those of `features`; m_ are masks.
 import triton
 import triton.language as tl
 
-from schoenbat.ops.triton.features import directions, evaluate, pairs
-from schoenbat.ops.triton.rows import NARROW, load_tile, load_unit_tile, visible
+from schoenbat.ops.triton.kernels.features import directions, evaluate, pairs
+from schoenbat.ops.triton.kernels.rows import NARROW, load_tile, load_unit_tile, visible
 
 # What depends on the length of a sequence: no kernel is compiled again for another length, but for whether anything is far.
 LENGTHS = (

@@ -8,8 +8,8 @@ last. Names are those of `features`; m_ are masks.
 import triton
 import triton.language as tl
 
-from schoenbat.ops.triton.features import monomials, product
-from schoenbat.ops.triton.rows import LOWEST_EXPONENT, unit_tile
+from schoenbat.ops.triton.kernels.features import monomials, product
+from schoenbat.ops.triton.kernels.rows import LOWEST_EXPONENT, unit_tile
 
 
 @triton.jit

@@ -8,10 +8,10 @@ further on, in the window of the state after this token.
 import triton
 import triton.language as tl
 
-from schoenbat.ops.triton.decode import add_and_read, at_head, load_first
-from schoenbat.ops.triton.features import product
-from schoenbat.ops.triton.rows import load_unit_tile, unit_tile
-from schoenbat.ops.triton.window import NOTHING
+from schoenbat.ops.triton.kernels.decode import add_and_read, at_head, load_first
+from schoenbat.ops.triton.kernels.features import product
+from schoenbat.ops.triton.kernels.rows import load_unit_tile, unit_tile
+from schoenbat.ops.triton.kernels.window import NOTHING
 
 
 @triton.jit

@@ -10,10 +10,10 @@ none: then the map and a head's sums are loaded once for all tiles. Names are th
 import triton
 import triton.language as tl
 
-from schoenbat.ops.triton.bidirectional_sums import LENGTHS
-from schoenbat.ops.triton.bidirectional_whole import read_whole, twice, whole_backward, whole_tiles
-from schoenbat.ops.triton.features import evaluate, evaluate_backward, monomials, monomials_backward
-from schoenbat.ops.triton.rows import (
+from schoenbat.ops.triton.kernels.bidirectional_sums import LENGTHS
+from schoenbat.ops.triton.kernels.bidirectional_whole import read_whole, twice, whole_backward, whole_tiles
+from schoenbat.ops.triton.kernels.features import evaluate, evaluate_backward, monomials, monomials_backward
+from schoenbat.ops.triton.kernels.rows import (
     LOWEST_EXPONENT,
     load_tile,
     load_unit_tile,

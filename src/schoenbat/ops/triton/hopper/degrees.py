@@ -1,11 +1,11 @@
 """Bidirectional attention by maps of many degrees on Hopper: all directions of a map stay in shared memory.
 
-What is computed is in `bidirectional_sums` and `bidirectional`: `summarize` leaves the same parts of the sums, `read` gives
+What is computed is in `kernels.bidirectional_sums` and `kernels.bidirectional`: `summarize` leaves the same parts of the sums, `read` gives
 the same outputs. A map has two groups of GROUP features, each a product of as many projections as its degree says: one for each
 level below it. The highest levels serve few features, and share two tiles of directions: `plan.Packing` says which. A program of
 two warp groups works on tiles of ROWS rows, so that one may multiply factors while the other multiplies matrices.
 
-Names are those of `hopper`.
+Names are those of `warp_groups`.
 """
 
 from triton.experimental import gluon
@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from schoenbat.ops.triton.hopper import (
+from schoenbat.ops.triton.hopper.warp_groups import (
     LOWEST_EXPONENT,
     NARROW,
     accumulator,

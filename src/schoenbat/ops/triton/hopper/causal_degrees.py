@@ -1,10 +1,10 @@
-"""Causal attention by maps of many degrees on Hopper, in one pass as `causal_hopper` has it; features are those of `degrees_hopper`.
+"""Causal attention by maps of many degrees on Hopper, in one pass as `causal` has it; features are those of `degrees`.
 
 A program of two warp groups goes through a segment of tiles of ROWS rows. Scores are products of both groups of features, and sums over
 keys are Σφ(k)vᵀ and Σφ(k) of both, Σk and Σv: the latter three by a narrow tile of ones, so that all columns of a result are the same.
 Directions leave room for one tile each of queries, keys and values. The next is copied as soon as one was read for the last time.
 
-Names are those of `hopper`.
+Names are those of `warp_groups`.
 """
 
 from triton.experimental import gluon
@@ -15,10 +15,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from schoenbat.ops.triton import causal_hopper
-from schoenbat.ops.triton.causal_hopper import floored, keys_seen
-from schoenbat.ops.triton.causal_hopper_narrow import size_of_sums
-from schoenbat.ops.triton.degrees_hopper import (
+from schoenbat.ops.triton.hopper import causal
+from schoenbat.ops.triton.hopper.causal import floored, keys_seen
+from schoenbat.ops.triton.hopper.causal_narrow import size_of_sums
+from schoenbat.ops.triton.hopper.degrees import (
     GROUP,
     ROWS,
     WARPS,
@@ -33,7 +33,7 @@ from schoenbat.ops.triton.degrees_hopper import (
     store_features,
     zeros,
 )
-from schoenbat.ops.triton.hopper import (
+from schoenbat.ops.triton.hopper.warp_groups import (
     NARROW,
     accumulator,
     add,
@@ -58,7 +58,7 @@ from schoenbat.ops.triton.hopper import (
 )
 
 # What depends on the length of a sequence, or on the degrees that were drawn: no kernel is compiled again for it.
-LENGTHS = (*causal_hopper.LENGTHS, "MAP_TILES")
+LENGTHS = (*causal.LENGTHS, "MAP_TILES")
 
 
 @gluon.jit

@@ -1,6 +1,6 @@
-"""Gradients of queries of 32 channels of causal attention on Hopper, from the first tile on, as `causal_hopper_narrow.read` goes.
+"""Gradients of queries of 32 channels of causal attention on Hopper, from the first tile on, as `causal_narrow.read` goes.
 
-They are those of the scaled rows and multiplied by the scale last. Names are those of `hopper`.
+They are those of the scaled rows and multiplied by the scale last. Names are those of `warp_groups`.
 """
 
 from triton.experimental import gluon
@@ -11,8 +11,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from schoenbat.ops.triton.causal_hopper import LENGTHS, keys_seen, shared_one
-from schoenbat.ops.triton.causal_hopper_narrow import (
+from schoenbat.ops.triton.hopper.causal import LENGTHS, keys_seen, shared_one
+from schoenbat.ops.triton.hopper.causal_narrow import (
     add_features,
     second_factor,
     shared_map,
@@ -24,7 +24,7 @@ from schoenbat.ops.triton.causal_hopper_narrow import (
     sums_of,
     two_vectors,
 )
-from schoenbat.ops.triton.hopper import (
+from schoenbat.ops.triton.hopper.warp_groups import (
     BLOCK,
     accumulator,
     add,

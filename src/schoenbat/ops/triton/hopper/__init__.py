@@ -1,0 +1,1 @@
+"""Kernels for Hopper's warp groups, in Gluon: see `warp_groups`."""
