@@ -181,7 +181,7 @@ def tables(modelled: Iterable[Row]) -> dict[str, str]:
         "| ring / fused |",
         "| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
-    memory = ["| GPUs | tokens | RMFA | causal, states of all | ring attention |", "| ---: " * 5 + "|"]
+    memory = ["| GPUs | tokens | RMFA, eager | causal, states of all | ring attention |", "| ---: " * 5 + "|"]
     prefix = ["| GPUs | bytes received | seconds |", "| ---: " * 3 + "|"]
     for row in modelled:
         place = f"| {row.gpus:,} | {row.tokens // 10**6} M |"
@@ -195,7 +195,8 @@ def tables(modelled: Iterable[Row]) -> dict[str, str]:
         cells = [_bytes(size) + (" †" if size > machine.gpu_bytes else "") for size in sizes]
         memory.append(f"{place} {' | '.join(cells)} |")
     for gpus, seconds, size in sorted({(r.gpus, r.prefix_seconds, r.prefix_bytes) for r in modelled}):
-        prefix.append(f"| {gpus:,} | {_bytes(2 * size)} | {_seconds(seconds)} |")
+        received = 2 * (size - size / gpus)  # forward and backward, from all others
+        prefix.append(f"| {gpus:,} | {_bytes(received)} | {_seconds(seconds)} |")
     names = {**asdict(machine), **asdict(layer), **asdict(one), "state_bytes": state_bytes(layer)}
     given = ["| constant | value |", "| --- | ---: |", *(f"| `{k}` | {v:,.4g} |" for k, v in names.items())]
     return {
