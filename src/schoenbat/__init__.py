@@ -4,13 +4,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from schoenbat.features import MaclaurinFeatures, reseed
-from schoenbat.functional import RMFAState, kernelized_attention, rmfa, rmfa_step
+from schoenbat.functional import kernelized_attention, rmfa, rmfa_step
 from schoenbat.kernels import DotProductKernel, kernel, polynomial
 from schoenbat.modules import SchoenbAt
 from schoenbat.multihead import MultiheadSchoenbAt
 from schoenbat.normalization import PostSBN, PreSBN
+from schoenbat.state import RMFAState, RMFAWindowState
 from schoenbat.varlen import rmfa_varlen
-from schoenbat.windowed import RMFAWindowState, rmfa_window, rmfa_window_step
+from schoenbat.windowed import rmfa_window, rmfa_window_step
 
 if TYPE_CHECKING:
     from schoenbat import data as data

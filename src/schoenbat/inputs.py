@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from schoenbat.features import MaclaurinFeatures
+from schoenbat.ops.blocks import FeatureMap
 from schoenbat.ops.keeping import is_concrete
-from schoenbat.options import check_flag
+from schoenbat.options import check_count, check_flag
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -97,6 +99,11 @@ def arrange_scale(scale: float | Tensor, query: Tensor, planned: float) -> Tenso
     if isinstance(scale, Tensor):
         return arrange_per_head(scale, query) / math.sqrt(planned)
     return arrange_per_head(scale / math.sqrt(planned), query)
+
+
+def scale_for(features: MaclaurinFeatures, scale: float | Tensor | None, query: Tensor) -> Tensor:
+    """`arrange_scale` for a map; None stands for the scale that it is planned for."""
+    return arrange_scale(features.scale if scale is None else scale, query, features.scale)
 
 
 def arrange_per_head(number: float | Tensor, query: Tensor, name: str = "scale") -> Tensor:
@@ -227,3 +234,43 @@ def arrange_mask(name: str, mask: Tensor | None, batch: torch.Size, rows: Tensor
     if mask.device != rows.device:
         raise ValueError(f"{name} is on {mask.device} but query is on {rows.device}; move one of them")
     return mask.expand(expected).reshape(math.prod(batch), 1, 1, rows.shape[-2], 1)
+
+
+def check_is_map(features: Any) -> None:
+    """A TypeError for what is no map."""
+    if not isinstance(getattr(features, "_orig_mod", features), MaclaurinFeatures):  # or compiled
+        raise TypeError(
+            f"features must be a MaclaurinFeatures, got {features!r}; make one with "
+            "MaclaurinFeatures(head_dim, num_features, kernel)"
+        )
+
+
+def map_for(features: MaclaurinFeatures, rows: Tensor) -> FeatureMap:
+    """The map in the dtype in which rows ``(B, H, G, n, d)`` are computed; an error if it does not fit."""
+    check_is_map(features)
+    if rows.shape[-1] != features.head_dim:
+        raise ValueError(
+            f"the map was made for head_dim = {features.head_dim}, query and key have {rows.shape[-1]}"
+        )
+    if features.feature_weights.device != rows.device:
+        raise ValueError(
+            f"the map is on {features.feature_weights.device}, but query is on {rows.device}; move the map, "
+            "or the module that holds it, with .to()"
+        )
+    if features.num_heads is not None and features.num_heads != rows.shape[1]:
+        raise ValueError(
+            f"the map has num_heads = {features.num_heads} maps, but there are {rows.shape[1]} key heads; "
+            "make it with as many, or with num_heads=None for one map for all heads"
+        )
+    return features.map(torch.promote_types(rows.dtype, torch.float32))
+
+
+def check_window(features: MaclaurinFeatures, width: int) -> None:
+    """An error unless exact near, linear far can be done with this map and width."""
+    check_is_map(features)
+    check_count("the window's width", width, 0)
+    if features.kernel.name not in ("exp", "trigh"):
+        raise ValueError(
+            f"a window needs the kernel 'exp', this map's is {features.kernel.name!r}: near and far weights "
+            "are brought under one row maximum as logarithms"
+        )

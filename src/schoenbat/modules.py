@@ -10,21 +10,20 @@ from schoenbat import calibration, learned_scale, parallel
 from schoenbat.calibration import mean_row
 from schoenbat.collectives import WithProcessGroup, check_group
 from schoenbat.features import MaclaurinFeatures
-from schoenbat.functional import RMFAState, attend, rmfa, step
-from schoenbat.inputs import arrange_mask, check_tensors
+from schoenbat.functional import attend, rmfa, step
+from schoenbat.inputs import arrange_mask, check_tensors, check_window
 from schoenbat.kernels import DotProductKernel
 from schoenbat.kernels import kernel as get_kernel
 from schoenbat.normalization import NORMALIZATIONS, PostSBN, PreSBN
 from schoenbat.ops.unit_rows import UnitRows
 from schoenbat.options import check_count, check_flag
 from schoenbat.packed import attend_packed, from_jagged, refuse_mask_beside_jagged, to_jagged
-from schoenbat.windowed import RMFAWindowState, check_window, rmfa_window
+from schoenbat.state import RMFAState, RMFAWindowState, State
+from schoenbat.windowed import rmfa_window
 from schoenbat.windowed import step as window_step
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-State = RMFAState | RMFAWindowState
 
 
 class SchoenbAt(WithProcessGroup):

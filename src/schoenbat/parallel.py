@@ -14,10 +14,11 @@ from torch import Tensor
 
 from schoenbat.collectives import check_group, gather, sum_of_earlier_ranks, sum_over_ranks
 from schoenbat.features import MaclaurinFeatures
-from schoenbat.functional import RMFAState, attend
+from schoenbat.functional import attend
 from schoenbat.functional import rmfa as rmfa_on_one_rank
 from schoenbat.inputs import arrange
 from schoenbat.options import check_flag
+from schoenbat.state import RMFAState
 
 if TYPE_CHECKING:  # not there where torch is built without torch.distributed
     from torch.distributed import ProcessGroup

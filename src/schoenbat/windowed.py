@@ -1,23 +1,22 @@
 """Exact near, linear far, as a user calls it: over a whole sequence, and token by token with a state."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from schoenbat.features import MaclaurinFeatures
-from schoenbat.functional import RMFAState, check_is_map, map_for
-from schoenbat.inputs import Arranged, arrange, arrange_per_head, arrange_scale
+from schoenbat.inputs import Arranged, arrange, arrange_per_head, check_window, map_for, scale_for
 from schoenbat.ops import dispatch, window, window_fused
 from schoenbat.ops.blocks import FeatureMap
 from schoenbat.ops.keeping import is_concrete
 from schoenbat.ops.unit_rows import UnitRows
-from schoenbat.ops.window import Carried, Window
-from schoenbat.ops.window_fused import Remembered
-from schoenbat.options import check_count, check_flag
+from schoenbat.ops.window import Window
+from schoenbat.options import check_flag
 from schoenbat.precision import without_autocast
+from schoenbat.state import RMFAWindowState
 
 
 def rmfa_window(
@@ -84,78 +83,10 @@ def rmfa_window(
         attend = _ATTEND[dispatch.choose(implementation, obstacle, query)]
         if not torch.compiler.is_compiling():  # where it would make every size an expression of the length
             width = min(width, max(key.shape[-2] - 1, 0))
-        query_scale = _arrange_scale(inputs, features, scale)
+        query_scale = scale_for(features, scale, inputs.query)
         settings = _settings(inputs, width, is_causal, 0, far_weight, far_maps)
         out = attend(*inputs[:4], feature_map, query_scale, settings)
     return inputs.restore(out)
-
-
-@dataclass
-class RMFAWindowState:
-    """What windowed attention remembers: the last `width` keys and values, and the sums of all before them.
-
-    Example:
-        >>> features = MaclaurinFeatures(8, 64, seed=0)
-        >>> RMFAWindowState.zeros(features, 16, batch=2, kv_heads=4, value_dim=8).key.shape
-        torch.Size([2, 4, 16, 8])
-    """
-
-    key: Tensor  # (B, H, width, d)
-    value: Tensor  # (B, H, width, d_v)
-    mask: Tensor  # bool (B, width)
-    far: RMFAState
-
-    @classmethod
-    def zeros(
-        cls,
-        features: MaclaurinFeatures,
-        width: int,
-        batch: int,
-        kv_heads: int,
-        value_dim: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> "RMFAWindowState":
-        """A state that has seen nothing; sums are float32 at least.
-
-        Keys and values begin in `dtype` and take that of the tokens that enter, under autocast its own.
-        """
-        check_window(features, width)
-        dtype = dtype or torch.float32
-        far = RMFAState.zeros(features, batch, kv_heads, value_dim, device=device, dtype=dtype)
-        kept: dict[str, Any] = {"device": far.key_sum.device, "dtype": dtype}
-        key = torch.zeros(batch, kv_heads, width, features.head_dim, **kept)
-        value = torch.zeros(batch, kv_heads, width, value_dim, **kept)
-        mask = torch.zeros(batch, width, dtype=torch.bool, device=key.device)
-        return cls(key, value, mask, far)
-
-    @property
-    def count(self) -> Tensor:
-        """How many keys were seen, ``(B,)`` int64."""
-        return self.far.count + self.mask.sum(-1)
-
-    def reorder(self, index: Tensor) -> "RMFAWindowState":
-        """Take the given batch rows, in place, as beam search does; returns the state itself."""
-        self.far.reorder(index)  # which checks the index
-        for name in ("key", "value", "mask"):
-            setattr(self, name, getattr(self, name).index_select(0, index))
-        return self
-
-    def _remembered(self) -> Remembered:
-        return Remembered(self.key, self.value, self.mask, self.far._before())
-
-    @classmethod
-    def _from_remembered(cls, after: Remembered) -> "RMFAWindowState":
-        sums, count = after.far
-        return cls(*after[:3], RMFAState._from_sums(sums, count.flatten()))
-
-    def _carried(self) -> Carried:
-        far = self.far
-        features = torch.cat([far.feature_value, far.feature_sum[..., None]], dim=-1)
-        count = far.count.to(far.key_sum.dtype)[:, None, None].expand(*far.key_sum.shape[:2], 1)
-        rows = torch.cat([far.key_sum, far.value_sum, count], dim=-1)
-        return Carried(features[:, :, None, None], rows[:, :, None, None, None])
 
 
 def rmfa_window_step(
@@ -256,7 +187,7 @@ def step(
         if unit_rows is not None:
             key = unit_rows.of_keys(tokens.key, tokens.mask)
             tokens = tokens._replace(query=unit_rows(tokens.query), key=key)
-        query_scale = _arrange_scale(tokens, features, scale)
+        query_scale = scale_for(features, scale, tokens.query)
         settings = _settings(tokens, width, True, width, far_weight, far_maps)
         return _step_eagerly(tokens, features, feature_map, query_scale, settings, state, implementation)
 
@@ -304,21 +235,6 @@ def _step_eagerly(
     last = key[:, :, 0, length:], value[:, :, 0, length:], mask[:, 0, 0, length:, 0]
     key, value, mask = (x.clone() for x in last)
     return tokens.restore(out), RMFAWindowState(key, value, mask, far)
-
-
-def check_window(features: MaclaurinFeatures, width: int) -> None:
-    """An error unless exact near, linear far can be done with this map and width."""
-    check_is_map(features)
-    check_count("the window's width", width, 0)
-    if features.kernel.name not in ("exp", "trigh"):
-        raise ValueError(
-            f"a window needs the kernel 'exp', this map's is {features.kernel.name!r}: near and far weights "
-            "are brought under one row maximum as logarithms"
-        )
-
-
-def _arrange_scale(inputs: Arranged, features: MaclaurinFeatures, scale: float | Tensor | None) -> Tensor:
-    return arrange_scale(features.scale if scale is None else scale, inputs.query, features.scale)
 
 
 def _settings(

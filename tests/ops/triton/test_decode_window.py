@@ -8,8 +8,7 @@ from oracle import make_map, poisoned_memory, rows
 from torch.profiler import profile
 
 from schoenbat import RMFAWindowState, SchoenbAt, rmfa_window, rmfa_window_step
-from schoenbat.functional import map_for
-from schoenbat.inputs import arrange
+from schoenbat.inputs import arrange, map_for
 from schoenbat.ops import window_fused
 from schoenbat.ops.unit_rows import UnitRows
 from schoenbat.windowed import step

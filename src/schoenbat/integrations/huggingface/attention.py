@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from schoenbat.functional import RMFAState
 from schoenbat.integrations.huggingface.cache import RMFALayer, leave_cache
 from schoenbat.integrations.huggingface.masks import additive_mask, dense_mask, read_mask, says_causal
 from schoenbat.integrations.huggingface.name import NAME
 from schoenbat.modules import SchoenbAt
+from schoenbat.state import RMFAState
 
 BEYOND_A_KERNEL = {
     "position_bias": "adds a position bias to its scores",

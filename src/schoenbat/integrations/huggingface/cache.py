@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, EncoderDecoderCache
 
 from schoenbat.integrations.huggingface.name import NAME
-from schoenbat.modules import State
+from schoenbat.state import State
 
 
 class RMFALayer(CacheLayerMixin):
