@@ -824,6 +824,16 @@ def test_calibration_looks_at_real_keys_only_and_at_shared_heads():
         module.calibrate(q, k, v, key_mask=mask, target_scale=0.5)
 
 
+@pytest.mark.parametrize(("scale", "target"), [(0.3, 0.5), ("learned", -1.0), ("learned", math.inf)])
+def test_a_refused_calibration_changes_nothing(scale, target):
+    module = make(construction="exact-low", center_keys="learned", normalization=None, scale=scale)
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    with pytest.raises(ValueError, match=r"cannot become 0\.5|a scale must be above 0"):
+        module.calibrate(*inputs(), target_scale=target)
+    for name, tensor in module.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
 @pytest.mark.parametrize("options", [{}, {"separate_maps": True}], ids=str)
 @pytest.mark.parametrize("target", [0.45, 4 / 7, 0.9])
 def test_calibration_keeps_scales_below_a_finite_radius(target, options):

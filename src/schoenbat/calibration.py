@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from schoenbat import learned_scale
 from schoenbat.functional import kernelized_attention
-from schoenbat.inputs import arrange_mask
+from schoenbat.inputs import arrange_mask, without_masked
 
 if TYPE_CHECKING:
     from schoenbat.modules import SchoenbAt
@@ -45,6 +46,17 @@ def mean_row(rows: Tensor, mask: Tensor | None) -> Tensor:
     return total / mask.sum(-2, keepdim=True).clamp(min=1)
 
 
+def check_target(attention: "SchoenbAt", target: float) -> None:
+    """A scale that the module has, or can have."""
+    if attention.rho is not None:
+        learned_scale.rho_of(torch.tensor([target]), attention.kernel)
+    elif abs(attention.features.scale - target) > 1e-6 * target:
+        raise ValueError(
+            f"the scale is fixed at {attention.features.scale:.4g} and cannot become {target:.4g}; make the "
+            "module with scale='learned' or the target's"
+        )
+
+
 def fit_centre(attention: "SchoenbAt", key: Tensor, key_mask: Tensor | None) -> None:
     """A learned centre becomes the mean of all keys."""
     if attention.key_center is None:
@@ -58,10 +70,8 @@ def fit_directions(attention: "SchoenbAt", query: Tensor, key: Tensor, key_mask:
     """The directions of an ``"exact-low"`` map become the main ones of queries and (centred) keys."""
     if attention.features.construction != "exact-low":
         return
-    if key_mask is not None:
-        key = torch.where(key_mask[:, None, :, None], key, 0.0)
     batch, heads, _, width = key.shape
-    attention.features.calibrate(query.reshape(batch, heads, -1, width), key)
+    attention.features.calibrate(query.reshape(batch, heads, -1, width), without_masked(key, key_mask))
 
 
 def fit_scale(attention: "SchoenbAt", call: "Call", target: float) -> None:
@@ -72,11 +82,6 @@ def fit_scale(attention: "SchoenbAt", call: "Call", target: float) -> None:
     """
     if attention.rho is not None:
         attention.set_scale(torch.full((attention.num_heads,), target))
-    elif abs(attention.features.scale - target) > 1e-6 * target:
-        raise ValueError(
-            f"the scale is fixed at {attention.features.scale:.4g} and cannot become {target:.4g}; make the "
-            "module with scale='learned' or the target's"
-        )
     exact = call.exact(attention, target)
     shares = [share for share in _SHARES if share * target < attention.kernel.radius]
     if attention.query_map is not None:

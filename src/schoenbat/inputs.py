@@ -169,6 +169,15 @@ def to_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)
 
 
+def autocast_rounds(*tensors: Tensor) -> bool:
+    """Whether `to_autocast` takes any of them to another dtype."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return False
+    kept = torch.float64, torch.get_autocast_dtype(device)
+    return any(t.dtype not in kept for t in tensors)
+
+
 def _finite_rows(tensors: Sequence[Tensor]) -> Tensor:
     """Which batch rows are finite in all of the tensors."""
     return torch.stack([x.detach().isfinite().flatten(1).all(1) for x in tensors]).all(0)
@@ -236,6 +245,12 @@ def arrange_mask(name: str, mask: Tensor | None, batch: torch.Size, rows: Tensor
     return mask.expand(expected).reshape(math.prod(batch), 1, 1, rows.shape[-2], 1)
 
 
+def without_masked(key: Tensor, key_mask: Tensor | None) -> Tensor:
+    """Zeros for keys that take no part: a NaN in one would reach gradients."""
+    mask = arrange_mask("key_mask", key_mask, key.shape[:-3], key)
+    return key if mask is None else torch.where(mask.reshape(*key.shape[:-3], 1, key.shape[-2], 1), key, 0.0)
+
+
 def check_is_map(features: Any) -> None:
     """A TypeError for what is no map."""
     if not isinstance(getattr(features, "_orig_mod", features), MaclaurinFeatures):  # or compiled
@@ -269,7 +284,7 @@ def check_window(features: MaclaurinFeatures, width: int) -> None:
     """An error unless exact near, linear far can be done with this map and width."""
     check_is_map(features)
     check_count("the window's width", width, 0)
-    if features.kernel.name not in ("exp", "trigh"):
+    if not features.kernel.is_exponential:
         raise ValueError(
             f"a window needs the kernel 'exp', this map's is {features.kernel.name!r}: near and far weights "
             "are brought under one row maximum as logarithms"

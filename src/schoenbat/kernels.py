@@ -63,6 +63,15 @@ class DotProductKernel:
         """
         return self._inside_radius(x, self._logarithm(x))
 
+    @property
+    def is_exponential(self) -> bool:
+        """Whether f(x) is eˣ, so that attention is softmax and a common shift of all logits cancels.
+
+        >>> kernel("exp").is_exponential, kernel("trigh").is_exponential, kernel("inv").is_exponential
+        (True, True, False)
+        """
+        return self.name in ("exp", "trigh")
+
     def _inside_radius(self, x: Tensor, values: Tensor) -> Tensor:
         return values if self.radius == math.inf else torch.where(x < self.radius, values, math.nan)
 

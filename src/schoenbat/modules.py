@@ -11,12 +11,13 @@ from schoenbat.calibration import mean_row
 from schoenbat.collectives import WithProcessGroup, check_group
 from schoenbat.features import MaclaurinFeatures
 from schoenbat.functional import attend, rmfa, step
-from schoenbat.inputs import arrange_mask, check_tensors, check_window
+from schoenbat.inputs import arrange_mask, autocast_rounds, check_tensors, check_window, without_masked
 from schoenbat.kernels import DotProductKernel
 from schoenbat.kernels import kernel as get_kernel
 from schoenbat.normalization import NORMALIZATIONS, PostSBN, PreSBN
 from schoenbat.ops.unit_rows import UnitRows
-from schoenbat.options import check_count, check_flag
+from schoenbat.ops.window import map_rows
+from schoenbat.options import check_centring, check_count, check_flag, check_heads, check_sharded
 from schoenbat.packed import attend_packed, from_jagged, refuse_mask_beside_jagged, to_jagged
 from schoenbat.state import RMFAState, RMFAWindowState, State
 from schoenbat.windowed import rmfa_window
@@ -79,6 +80,14 @@ class SchoenbAt(WithProcessGroup):
         torch.Size([2, 4, 10, 8])
     """
 
+    rho: nn.Parameter | None  # (H,): of the learned scale
+    far_rho: nn.Parameter | None  # (H,): of far keys' weight
+    key_center: nn.Parameter | None  # (H_kv, d)
+    query_map: nn.Parameter | None  # (H, d, d)
+    key_map: nn.Parameter | None  # (H_kv, d, d)
+    query_norm: PreSBN | None
+    key_norm: PreSBN | None
+
     def __init__(
         self,
         head_dim: int,
@@ -113,15 +122,7 @@ class SchoenbAt(WithProcessGroup):
         self.process_group = process_group
         self.window, self.center_keys = window, center_keys
         self._check_group(normalization)
-        self.num_heads = check_count("num_heads", num_heads)
-        self.num_key_heads = check_count(
-            "num_key_heads", num_heads if num_key_heads is None else num_key_heads
-        )
-        if self.num_heads % self.num_key_heads:
-            raise ValueError(
-                f"{self.num_heads} query heads cannot share {self.num_key_heads} key heads evenly; pass "
-                "num_key_heads that divides num_heads"
-            )
+        self.num_heads, self.num_key_heads = check_heads(num_heads, num_key_heads)
         check_count("head_dim", head_dim)
         self.value_dim = check_count("value_dim", head_dim if value_dim is None else value_dim)
         for name, flag in (("post", post), ("map_per_head", map_per_head), ("separate_maps", separate_maps)):
@@ -144,27 +145,29 @@ class SchoenbAt(WithProcessGroup):
         )
         if window is not None:
             check_window(self.features, window)
-        self._check_centring()
+        check_centring(center_keys, self.kernel)
         place: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.rho = nn.Parameter(torch.zeros(num_heads, **place)) if learned else None
-        self.far_rho = None if window is None else nn.Parameter(torch.zeros(num_heads, **place))
-        self.key_center: nn.Parameter | None = None
-        if center_keys == "learned":
-            self.key_center = nn.Parameter(torch.zeros(self.num_key_heads, head_dim, **place))
-        self.query_map: nn.Parameter | None = None
-        self.key_map: nn.Parameter | None = None
-        if separate_maps:
-            identity = torch.eye(head_dim, **place)
-            self.query_map = nn.Parameter(identity.repeat(num_heads, 1, 1))
-            self.key_map = nn.Parameter(identity.repeat(self.num_key_heads, 1, 1))
-        self.query_norm: PreSBN | None = None
-        self.key_norm: PreSBN | None = None
+        self._make_parameters(learned, separate_maps, place)
+        self.query_norm = self.key_norm = None
         if normalization is not None:
             self.query_norm, self.key_norm = (
                 PreSBN(normalization, heads, head_dim, eps=eps, **place)
                 for heads in (self.num_heads, self.num_key_heads)
             )
         self.post = PostSBN(num_heads, self.value_dim, **place) if post else None
+
+    def _make_parameters(self, has_learned_scale: bool, separate_maps: bool, place: dict[str, Any]) -> None:
+        """None for each that the options do not ask for."""
+        heads, key_heads, head_dim = self.num_heads, self.num_key_heads, self.features.head_dim
+        self.rho = nn.Parameter(torch.zeros(heads, **place)) if has_learned_scale else None
+        self.far_rho = None if self.window is None else nn.Parameter(torch.zeros(heads, **place))
+        self.key_center = self.query_map = self.key_map = None
+        if self.center_keys == "learned":
+            self.key_center = nn.Parameter(torch.zeros(key_heads, head_dim, **place))
+        if separate_maps:
+            identity = torch.eye(head_dim, **place)
+            self.query_map = nn.Parameter(identity.repeat(heads, 1, 1))
+            self.key_map = nn.Parameter(identity.repeat(key_heads, 1, 1))
 
     @classmethod
     def paper(
@@ -255,7 +258,8 @@ class SchoenbAt(WithProcessGroup):
         """All that happens before attention, if it happens to each row for itself: kernels do it, too."""
         if self.query_norm is None or self.query_norm.mode == "batch" or self.process_group is not None:
             return None
-        if _autocast_rounds(query, key) or self.center_keys:
+        # Rows are to be normalised before autocast rounds them: a row's mean goes before its digits do.
+        if autocast_rounds(query, key) or self.center_keys:
             return None
         if self.window is None and self._far_maps is not None:
             return None
@@ -407,6 +411,8 @@ class SchoenbAt(WithProcessGroup):
             ([3.0], torch.Size([4]))
         """
         self._check(query, key, value)
+        if target_scale is not None:
+            calibration.check_target(self, target_scale)
         query, key = self._normalize(query, key, None, key_mask, track=False)
         query, key, value, key_mask = calibration.in_one_batch(query, key, value, key_mask)
         calibration.fit_centre(self, key, key_mask)
@@ -445,7 +451,7 @@ class SchoenbAt(WithProcessGroup):
     ) -> tuple[Tensor, Tensor]:
         if self.query_norm is None or self.key_norm is None:
             return query, key
-        key = _without_masked(key, key_mask)
+        key = without_masked(key, key_mask)
         return self.query_norm(query, query_mask, track=track), self.key_norm(key, key_mask, track=track)
 
     def _center(self, key: Tensor, key_mask: Tensor | None, is_causal: bool) -> Tensor:
@@ -464,36 +470,16 @@ class SchoenbAt(WithProcessGroup):
         if self._far_maps is None:
             return query, key
         query_map, key_map = self._far_maps
-        key = _without_masked(key, key_mask)
-        return query @ query_map.to(query.dtype), key @ key_map.to(key.dtype)
+        return map_rows(query, without_masked(key, key_mask), query_map, key_map)
 
     @property
     def _far_maps(self) -> tuple[Tensor, Tensor] | None:
         return None if self.query_map is None or self.key_map is None else (self.query_map, self.key_map)
 
     def _check_group(self, normalization: str | None) -> None:
-        if self.process_group is None:
-            return
-        check_group(self.process_group)
-        if self.window is not None or self.center_keys is True:
-            raise ValueError(
-                "window and center_keys=True need the whole sequence, of which a rank of the process_group "
-                "holds a shard; leave them out, or use center_keys='learned'"
-            )
-        if normalization == "batch":
-            raise ValueError(
-                "normalization='batch' takes its statistics from the whole sequence, of which a rank of the "
-                "process_group holds a shard; use normalization='token', 'l2' or None"
-            )
-
-    def _check_centring(self) -> None:
-        if self.center_keys not in (False, True, "learned"):
-            raise ValueError(f"center_keys must be False, True or 'learned', got {self.center_keys!r}")
-        if self.center_keys and self.kernel.name not in ("exp", "trigh"):
-            raise ValueError(
-                f"center_keys needs the kernel 'exp', for which a common shift of all keys cancels; with "
-                f"{self.kernel.name!r} it would be another attention"
-            )
+        if self.process_group is not None:
+            check_group(self.process_group)
+            check_sharded(self.window, self.center_keys, normalization)
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         check_tensors(query=query, key=key, value=value)
@@ -514,18 +500,3 @@ class SchoenbAt(WithProcessGroup):
             )
         if value.shape[-1] != self.value_dim:
             raise ValueError(f"expected values of width {self.value_dim}, got {tuple(value.shape)}")
-
-
-def _without_masked(key: Tensor, key_mask: Tensor | None) -> Tensor:
-    """Zeros for keys that take no part: a NaN in one would reach gradients."""
-    mask = arrange_mask("key_mask", key_mask, key.shape[:-3], key)
-    return key if mask is None else torch.where(mask.reshape(*key.shape[:-3], 1, key.shape[-2], 1), key, 0.0)
-
-
-def _autocast_rounds(*rows: Tensor) -> bool:
-    """Whether attention will take rows to another dtype: a row's mean goes before its digits do."""
-    device = rows[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return False
-    kept = torch.float64, torch.get_autocast_dtype(device)
-    return any(x.dtype not in kept for x in rows)

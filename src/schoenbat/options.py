@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from schoenbat.kernels import DotProductKernel
+
 # More features, landmarks or samples than this are a slip of the pen, and would fill any memory.
 MOST = 2**16
 
@@ -18,6 +20,18 @@ def check_count(name: str, value: Any, least: int = 1, most: int | None = None) 
     if most is not None and value > most:
         raise ValueError(f"{name} must be at most {most:,}, got {value!r}")
     return value if isinstance(value, torch.SymInt) else int(value)
+
+
+def check_heads(num_heads: Any, num_key_heads: Any) -> tuple[int, int]:
+    """As many query heads, and key heads (None: as many) that they share evenly."""
+    num_heads = check_count("num_heads", num_heads)
+    num_key_heads = check_count("num_key_heads", num_heads if num_key_heads is None else num_key_heads)
+    if num_heads % num_key_heads:
+        raise ValueError(
+            f"{num_heads} query heads cannot share {num_key_heads} key heads evenly; pass num_key_heads that "
+            "divides num_heads"
+        )
+    return num_heads, num_key_heads
 
 
 def check_number(name: str, value: Any, least: float = -math.inf, most: float = math.inf) -> float:
@@ -66,3 +80,28 @@ def check_flag(name: str, value: Any) -> bool:
     if value not in (True, False):
         raise ValueError(f"{name} must be True or False, got {value!r}")
     return bool(value)
+
+
+def check_centring(center_keys: Any, kernel: DotProductKernel) -> None:
+    """False, or what keys are centred by with a kernel for which that cancels."""
+    if center_keys not in (False, True, "learned"):
+        raise ValueError(f"center_keys must be False, True or 'learned', got {center_keys!r}")
+    if center_keys and not kernel.is_exponential:
+        raise ValueError(
+            f"center_keys needs the kernel 'exp', for which a common shift of all keys cancels; with "
+            f"{kernel.name!r} it would be another attention"
+        )
+
+
+def check_sharded(window: int | None, center_keys: bool | str, normalization: str | None) -> None:
+    """No option that needs the whole sequence, where a rank of a process group holds a shard of it."""
+    if window is not None or center_keys is True:
+        raise ValueError(
+            "window and center_keys=True need the whole sequence, of which a rank of the process_group "
+            "holds a shard; leave them out, or use center_keys='learned'"
+        )
+    if normalization == "batch":
+        raise ValueError(
+            "normalization='batch' takes its statistics from the whole sequence, of which a rank of the "
+            "process_group holds a shard; use normalization='token', 'l2' or None"
+        )

@@ -39,7 +39,7 @@ def attend(
     if visible is not None:
         has_keys = visible.any(-1, keepdim=True)
         everywhere = visible | ~has_keys  # a softmax over nothing has NaN gradients
-    if kernel.name in ("exp", "trigh"):
+    if kernel.is_exponential:
         out = _softmax(query.to(key.dtype), key, value, everywhere, scale)
     elif query.is_cuda and dtype != torch.float64:
         out = _flex(query.to(key.dtype), key, value, everywhere, kernel, scale)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from schoenbat.integrations.huggingface.attention import BEYOND_A_KERNEL, own_scaling
 from schoenbat.integrations.huggingface.cache import enter_cache
 from schoenbat.integrations.huggingface.name import NAME
+from schoenbat.kernels import kernel as get_kernel
 from schoenbat.modules import SchoenbAt
 
 # What transformers' attention modules call the same two things.
@@ -122,7 +123,7 @@ def build(module: nn.Module, options: Mapping[str, Any], device: torch.device | 
     if chosen["scale"] is None:
         chosen["scale"] = scaling
     if chosen["center_keys"] == "auto":
-        cancels = chosen["kernel"] in ("exp", "trigh") and chosen["normalization"] is None
+        cancels = get_kernel(chosen["kernel"]).is_exponential and chosen["normalization"] is None
         chosen["center_keys"] = cancels and ("learned" if is_causal(module) else True)
         kind = CenteredWhereItCan if chosen["center_keys"] is True else SchoenbAt
     if is_cross(module):
