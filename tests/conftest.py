@@ -2,6 +2,7 @@
 
 import os
 import signal
+from importlib import metadata
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ def pytest_configure(config):
     if report is not None and torch.cuda.is_available():
         report.add_global_property("device", torch.cuda.get_device_name())
         report.add_global_property("torch", torch.__version__)
+        report.add_global_property("triton", metadata.version("triton"))
 
 
 @pytest.fixture(autouse=True)

@@ -40,6 +40,12 @@ def test_results_say_how_to_measure_them_again(tmp_path, monkeypatch):
     assert os.listdir(path.parent) == ["speed.json"]
 
 
+def test_results_say_which_triton_compiles_kernels(tmp_path):
+    triton = pytest.importorskip("triton")
+    write_results(tmp_path / "speed.json", "speed", Options(), [])
+    assert json.loads((tmp_path / "speed.json").read_text())["versions"]["triton"] == triton.__version__
+
+
 @pytest.mark.parametrize("interruption", [KeyboardInterrupt, OSError])
 def test_an_interruption_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch, interruption):
     path = tmp_path / "a.svg"

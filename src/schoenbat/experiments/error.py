@@ -27,7 +27,7 @@ class ErrorOptions:
     """What is compared; the defaults are the paper's."""
 
     kernels: tuple[str, ...] = ("exp", "inv", "logi", "trigh", "sqrt")
-    constructions: tuple[str, ...] = ("paper", "unbiased", "exact-low")
+    constructions: tuple[str, ...] = ("paper", "paper-code", "unbiased", "exact-low")
     head_dims: tuple[int, ...] = (10, 50, 100, 150, 200)
     num_features: tuple[int, ...] = (10, 20, 30, 40, 50)
     num_tokens: int = 100

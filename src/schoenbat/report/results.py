@@ -1,5 +1,6 @@
 """The one format of results: a JSON file that says what was measured, on which machine, by which command."""
 
+import contextlib
 import json
 import platform
 import shlex
@@ -7,6 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +26,7 @@ def write_results(
         "experiment": experiment,
         "command": shlex.join([_program(), *sys.argv[1:]]),
         "finished": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": {
-            "schoenbat": schoenbat.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
+        "versions": _versions(),
         "machine": {
             "system": platform.platform(),
             "device": device_name(torch.device(device)),
@@ -38,6 +36,17 @@ def write_results(
         "rows": [_plain(row) for row in rows],
     }
     write_atomically(path, json.dumps(results, indent=1, default=str) + "\n")
+
+
+def _versions() -> dict[str, str]:
+    known = {
+        "schoenbat": schoenbat.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    with contextlib.suppress(metadata.PackageNotFoundError):  # fused kernels are compiled by it
+        known["triton"] = metadata.version("triton")
+    return known
 
 
 def _program() -> str:
