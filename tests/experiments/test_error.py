@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from schoenbat.constructions import CONSTRUCTIONS
 from schoenbat.experiments import error
 from schoenbat.experiments.error import ErrorOptions
 from schoenbat.features import MaclaurinFeatures
@@ -15,9 +16,10 @@ TINY = ErrorOptions(("exp", "sqrt"), head_dims=(6, 8), num_features=(4, 12), num
 
 def test_one_row_for_every_combination():
     rows = list(error.run(TINY))
-    assert len(rows) == TINY.total == 2 * 3 * 2 * 2
+    assert len(rows) == TINY.total == 2 * len(CONSTRUCTIONS) * 2 * 2
     cells = {(row.kernel, row.construction, row.head_dim, row.num_features) for row in rows}
     assert len(cells) == len(rows)
+    assert {row.construction for row in rows} == set(CONSTRUCTIONS)
     assert all(row.error > 0 and row.standard_error > 0 for row in rows)
 
 
