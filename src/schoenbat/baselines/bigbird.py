@@ -8,11 +8,12 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from schoenbat.baselines.baseline import Baseline
+from schoenbat.baselines.drawing import drawn
 from schoenbat.baselines.masking import zero_masked
 from schoenbat.baselines.selection import spread, take_rows, taking_part_first
 from schoenbat.baselines.softmax import attend_visible
 from schoenbat.ops.flex import compiled_flex, has_fast_path
-from schoenbat.options import MOST, check_count, check_seed
+from schoenbat.options import MOST, check_count
 from schoenbat.precision import refuse_half
 
 # Query blocks beyond so many use the rows of the table again, for other blocks of the sequence.
@@ -68,10 +69,7 @@ class BigBird(Baseline):
         super().__init__(head_dim, num_heads)
         self.block_size = check_count("block_size", block_size, most=MOST)
         self.num_random = check_count("num_random", num_random, 0, MOST)
-        seed = check_seed(seed)
-        generator = torch.Generator("cpu").manual_seed(seed)
-        offsets = torch.rand(num_heads, _TABLE_ROWS, num_random, generator=generator, device="cpu")
-        self.register_buffer("offsets", offsets)
+        self.register_buffer("offsets", drawn(torch.rand, num_heads, _TABLE_ROWS, num_random, seed=seed))
 
     def attend(
         self,

@@ -7,10 +7,11 @@ from torch import Tensor
 
 from schoenbat.baselines.baseline import Baseline
 from schoenbat.baselines.controls import average
+from schoenbat.baselines.drawing import drawn
 from schoenbat.baselines.masking import zero_masked
 from schoenbat.baselines.selection import spread, take_rows, taking_part_first
 from schoenbat.baselines.softmax import attend_visible
-from schoenbat.options import MOST, check_count, check_seed
+from schoenbat.options import MOST, check_count
 from schoenbat.precision import refuse_half, without_autocast
 
 
@@ -53,10 +54,7 @@ class Informer(Baseline):
         super().__init__(head_dim, num_heads)
         self.num_queries = check_count("num_queries", num_queries, most=MOST)
         self.num_samples = check_count("num_samples", num_samples, most=MOST)
-        seed = check_seed(seed)
-        generator = torch.Generator("cpu").manual_seed(seed)
-        offsets = torch.rand(num_heads, num_samples, generator=generator, device="cpu")
-        self.register_buffer("offsets", offsets)
+        self.register_buffer("offsets", drawn(torch.rand, num_heads, num_samples, seed=seed))
 
     def attend(
         self,

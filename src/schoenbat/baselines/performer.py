@@ -1,6 +1,7 @@
 """Performer: softmax attention by positive orthogonal random features."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -62,8 +63,7 @@ class Performer(Baseline):
             >>> torch.equal(attention.directions, Performer(head_dim=8, num_heads=2, seed=1).directions)
             True
         """
-        seed = check_seed(seed)
-        generator = Generator().manual_seed(seed)
+        generator = Generator("cpu").manual_seed(check_seed(seed))
         self.directions.copy_(_orthogonal_normal(self.num_features, self.head_dim, generator))
 
     def attend(
@@ -130,8 +130,8 @@ def _peaks(highest: Tensor, is_causal: bool) -> tuple[Tensor, Tensor | None]:
 def _orthogonal_normal(count: int, dim: int, generator: Generator) -> Tensor:
     """Normal rows ``(count, dim)``, orthogonal within each block of `dim`; float64 on the CPU."""
     blocks = -(-count // dim)
-    normal = torch.randn(blocks, dim, dim, dtype=torch.float64, generator=generator)
-    q, r = torch.linalg.qr(normal)
+    randn = partial(torch.randn, dtype=torch.float64, generator=generator, device="cpu")
+    q, r = torch.linalg.qr(randn(blocks, dim, dim))
     # QR leaves the signs to the library; made unique, the frame is uniformly distributed.
     rows = (q * r.diagonal(dim1=-2, dim2=-1).sign()[:, None, :]).mT.flatten(0, 1)[:count]
-    return rows * torch.randn(count, dim, dtype=torch.float64, generator=generator).norm(dim=-1, keepdim=True)
+    return rows * randn(count, dim).norm(dim=-1, keepdim=True)

@@ -7,9 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from schoenbat.baselines.baseline import Baseline
+from schoenbat.baselines.drawing import drawn
 from schoenbat.baselines.masking import zero_masked
 from schoenbat.baselines.selection import take_rows
-from schoenbat.options import MOST, check_count, check_seed
+from schoenbat.options import MOST, check_count
 from schoenbat.precision import refuse_half, without_autocast
 
 # More would make the hash cost more than the attention: it is an n × d × buckets product.
@@ -65,10 +66,8 @@ class Reformer(Baseline):
         super().__init__(head_dim, num_heads)
         self.num_rounds = check_count("num_rounds", num_rounds, most=MOST)
         self.chunk_size = check_count("chunk_size", chunk_size, most=MOST)
-        seed = check_seed(seed)
-        generator = torch.Generator("cpu").manual_seed(seed)
         shape = num_heads, num_rounds, head_dim, _MOST_BUCKETS // 2
-        self.register_buffer("rotations", torch.randn(shape, generator=generator, device="cpu"))
+        self.register_buffer("rotations", drawn(torch.randn, *shape, seed=seed))
 
     def attend(
         self,

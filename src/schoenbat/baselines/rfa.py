@@ -4,12 +4,13 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 
 from schoenbat.baselines.baseline import Baseline
+from schoenbat.baselines.drawing import drawn
 from schoenbat.baselines.linear_attention import weighted_sums, with_ones
 from schoenbat.baselines.masking import hide, present
-from schoenbat.options import MOST, check_count, check_flag, check_seed
+from schoenbat.options import MOST, check_count, check_flag
 from schoenbat.precision import refuse_half, without_autocast
 
 # The denominator's floor is exp(−2/σ²) a key, but not less than this: a small σ would leave no floor.
@@ -57,14 +58,12 @@ class RFA(Baseline):
         self, head_dim: int, num_heads: int, *, num_features: int = 128, gate: bool = False, seed: int = 0
     ) -> None:
         super().__init__(head_dim, num_heads)
-        seed = check_seed(seed)
         if check_count("num_features", num_features, 2, MOST) % 2:
             raise ValueError(f"num_features must be even, half sines and half cosines, got {num_features}")
         self.num_features = num_features
         self.gate = check_flag("gate", gate)
-        shape = (num_heads, num_features // 2, head_dim)
-        normal = torch.randn(shape, dtype=torch.float64, generator=Generator().manual_seed(seed))
-        self.register_buffer("frequencies", normal.to(torch.get_default_dtype()))
+        shape = num_heads, num_features // 2, head_dim
+        self.register_buffer("frequencies", drawn(torch.randn, *shape, seed=seed, precision=torch.float64))
         self.log_sigma = nn.Parameter(torch.zeros(num_heads))
         if gate:
             self.gate_weight = nn.Parameter(torch.zeros(num_heads, head_dim))

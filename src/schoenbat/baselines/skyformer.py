@@ -3,12 +3,13 @@
 from collections.abc import Callable
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
 from schoenbat.baselines.baseline import Baseline
+from schoenbat.baselines.drawing import drawn
 from schoenbat.baselines.landmarks import newton_schulz, segments, take
 from schoenbat.baselines.masking import hide, present
-from schoenbat.options import MOST, check_count, check_number, check_seed
+from schoenbat.options import MOST, check_count, check_number
 from schoenbat.precision import refuse_half, without_autocast
 
 
@@ -62,9 +63,7 @@ class Skyformer(Baseline):
         self.num_landmarks = check_count("num_landmarks", num_landmarks, most=MOST)
         self.iterations = check_count("iterations", iterations, 0, MOST)
         self.regularization = regularization
-        seed = check_seed(seed)
-        generator = Generator().manual_seed(seed)
-        self.register_buffer("offsets", torch.rand(2, num_landmarks, generator=generator))
+        self.register_buffer("offsets", drawn(torch.rand, 2, num_landmarks, seed=seed))
 
     def attend(
         self,
