@@ -4,7 +4,7 @@ import copy
 import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from schoenbat.kernels import kernel as get_kernel
 from schoenbat.ops.blocks import Blocks, FeatureMap, monomials, weigh
 from schoenbat.ops.keeping import may_keep, may_reuse, reuse
 from schoenbat.options import MOST, check_count, check_dtype, check_flag, check_seed
-from schoenbat.precision import refuse_half, without_autocast
+from schoenbat.precision import StaysPrecise, without_autocast
 
 _MAPS = ("linear", "quadratic", "tail")
 _TRAINED = (*_MAPS, "gains")
@@ -23,7 +23,7 @@ _TRAINED = (*_MAPS, "gains")
 _STEEPEST = 1e30
 
 
-class MaclaurinFeatures(nn.Module):
+class MaclaurinFeatures(StaysPrecise):
     """Features whose inner products approximate a kernel: ``features(x) @ features(y) ≈ kernel(x @ y)``.
 
     With a₀, a₁, ... the kernel's Maclaurin coefficients, a feature of degree n is a product of n
@@ -64,6 +64,7 @@ class MaclaurinFeatures(nn.Module):
         True
     """
 
+    # Rounded once, it would be another map.
     linear: Tensor
     quadratic: Tensor
     tail: Tensor
@@ -320,10 +321,9 @@ class MaclaurinFeatures(nn.Module):
             return amplitudes.expand(1, -1)
         return amplitudes * self.gains.to(dtype)[:, _whole(self.degree_table)]
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "MaclaurinFeatures":
-        """Follow every move, but refuse a cast to half precision: a map rounded once is another map."""
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         self._made.clear()  # what was made lies where the map was
-        return super()._apply(refuse_half(fn), recurse)
+        return super()._apply(fn, recurse)
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what was made: in a copy the versions of buffers begin anew, and do not tell them apart."""

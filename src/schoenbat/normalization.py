@@ -1,7 +1,6 @@
 """ppSBN: bring rows into the unit ball before the feature map, give the output its scale back after it."""
 
 import math
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +12,7 @@ from schoenbat.ops.keeping import is_concrete
 from schoenbat.ops.operators import as_operators
 from schoenbat.ops.unit_rows import UnitRows
 from schoenbat.options import check_count, check_dtype, check_number
-from schoenbat.precision import refuse_half, without_autocast
+from schoenbat.precision import StaysPrecise, without_autocast
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 NORMALIZATIONS = ("token", "batch", "l2", None)
 
 
-class PreSBN(WithProcessGroup):
+class PreSBN(StaysPrecise, WithProcessGroup):
     """Pre-SBN: rows of norm 1 (or 0), as Schoenberg's theorem asks for.
 
     - ``"token"``: ``u = x − mean over the channels``, then ``u / ‖u‖``. What the authors of the paper ran.
@@ -52,7 +51,7 @@ class PreSBN(WithProcessGroup):
         True
     """
 
-    running_mean: Tensor
+    running_mean: Tensor  # in half precision an average with momentum 0.1 would stand still
     running_variance: Tensor
 
     def __init__(
@@ -145,10 +144,6 @@ class PreSBN(WithProcessGroup):
         message = torch.cat([part.flatten() for part in sums])
         parts = sum_over_ranks(message, self.process_group).split([part.numel() for part in sums])
         return tuple(whole.view_as(part) for whole, part in zip(parts, sums, strict=True))
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "PreSBN":
-        """Running averages stay in float32: in half precision an average with momentum 0.1 stands still."""
-        return super()._apply(refuse_half(fn), recurse)
 
     def extra_repr(self) -> str:
         return f"{self.mode!r}, eps={self.eps:g}"

@@ -14,7 +14,7 @@ from schoenbat.baselines.selection import spread, take_rows, taking_part_first
 from schoenbat.baselines.softmax import attend_visible
 from schoenbat.ops.flex import compiled_flex, has_fast_path
 from schoenbat.options import MOST, check_count
-from schoenbat.precision import refuse_half
+from schoenbat.precision import StaysPrecise
 
 # Query blocks beyond so many use the rows of the table again, for other blocks of the sequence.
 _TABLE_ROWS = 1024
@@ -25,7 +25,7 @@ _FLEX_TILES = {
 }  # fmt: skip
 
 
-class BigBird(Baseline):
+class BigBird(StaysPrecise, Baseline):
     """Softmax attention over blocks: a query block sees its neighbours, both ends and some random blocks.
 
     With the sequence cut into blocks of m tokens, block i sees
@@ -61,7 +61,7 @@ class BigBird(Baseline):
     """
 
     needs_equal_lengths = True
-    offsets: Tensor  # (H, rows, r), in [0, 1)
+    offsets: Tensor  # (H, rows, r), in [0, 1); rounded, they would be other blocks
 
     def __init__(
         self, head_dim: int, num_heads: int, *, block_size: int = 64, num_random: int = 3, seed: int = 0
@@ -203,10 +203,6 @@ class BigBird(Baseline):
             x.expand(shape) for x in (F.pad(last > 0, (1, 0), value=True), (window >= 1) & (window < last))
         ]
         return torch.cat(seen, -1).clamp(0, num_blocks - 1), torch.cat([*exists, is_drawn], -1)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "BigBird":
-        """Half precision would move the random blocks."""
-        return super()._apply(refuse_half(fn), recurse)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, block_size={self.block_size}, num_random={self.num_random}"

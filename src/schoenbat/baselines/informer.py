@@ -1,7 +1,5 @@
 """Informer's ProbSparse attention: exact for the queries that seem to need it, an average for the others."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -12,10 +10,10 @@ from schoenbat.baselines.masking import zero_masked
 from schoenbat.baselines.selection import spread, take_rows, taking_part_first
 from schoenbat.baselines.softmax import attend_visible
 from schoenbat.options import MOST, check_count
-from schoenbat.precision import refuse_half, without_autocast
+from schoenbat.precision import StaysPrecise, without_autocast
 
 
-class Informer(Baseline):
+class Informer(StaysPrecise, Baseline):
     """ProbSparse attention: softmax for the u queries farthest from uniform attention, the mean for the rest.
 
     Every query is measured on s sampled keys,
@@ -46,7 +44,7 @@ class Informer(Baseline):
         torch.Size([1, 2, 100, 8])
     """
 
-    offsets: Tensor  # (H, s), in [0, 1)
+    offsets: Tensor  # (H, s), in [0, 1); rounded, they would be another sample
 
     def __init__(
         self, head_dim: int, num_heads: int, *, num_queries: int = 128, num_samples: int = 128, seed: int = 0
@@ -114,10 +112,6 @@ class Informer(Baseline):
             return spread(offsets, torch.full((1, 1, 1), num_keys, device=offsets.device))
         rank, is_drawn = spread(offsets, key_mask.sum(-1).view(-1, 1, 1))
         return torch.take_along_dim(taking_part_first(key_mask)[:, None], rank, -1), is_drawn
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Informer":
-        """Half precision would move the sample."""
-        return super()._apply(refuse_half(fn), recurse)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, num_queries={self.num_queries}, num_samples={self.num_samples}"

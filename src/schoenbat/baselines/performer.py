@@ -1,6 +1,5 @@
 """Performer: softmax attention by positive orthogonal random features."""
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -11,10 +10,10 @@ from schoenbat.baselines.baseline import Baseline
 from schoenbat.baselines.linear_attention import linear_attention
 from schoenbat.baselines.masking import hide
 from schoenbat.options import MOST, check_count, check_seed
-from schoenbat.precision import refuse_half, without_autocast
+from schoenbat.precision import StaysPrecise, without_autocast
 
 
-class Performer(Baseline):
+class Performer(StaysPrecise, Baseline):
     """FAVOR+: softmax attention in linear time by features that are positive and unbiased.
 
     With ``x = q / d^¼`` and ``y = k / d^¼``,
@@ -45,7 +44,7 @@ class Performer(Baseline):
         True
     """
 
-    directions: Tensor  # (num_features, head_dim)
+    directions: Tensor  # (num_features, head_dim); rounded, they would not be orthogonal
 
     def __init__(self, head_dim: int, num_heads: int, *, num_features: int = 128, seed: int = 0) -> None:
         super().__init__(head_dim, num_heads)
@@ -102,10 +101,6 @@ class Performer(Baseline):
 
     def _project(self, x: Tensor) -> Tensor:
         return x @ self.directions.to(x.dtype).mT
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Performer":
-        """Follow every move, but refuse a cast to half precision, which would bend the directions."""
-        return super()._apply(refuse_half(fn), recurse)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, num_features={self.num_features}"

@@ -1,7 +1,5 @@
 """Reformer's attention: tokens that hash alike are sorted next to each other and attend in chunks."""
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,7 +9,7 @@ from schoenbat.baselines.drawing import drawn
 from schoenbat.baselines.masking import zero_masked
 from schoenbat.baselines.selection import take_rows
 from schoenbat.options import MOST, check_count
-from schoenbat.precision import refuse_half, without_autocast
+from schoenbat.precision import StaysPrecise, without_autocast
 
 # More would make the hash cost more than the attention: it is an n × d × buckets product.
 _MOST_BUCKETS = 512
@@ -21,7 +19,7 @@ _ITSELF = -1e5
 _INVISIBLE = -1e30
 
 
-class Reformer(Baseline):
+class Reformer(StaysPrecise, Baseline):
     """LSH attention: softmax among tokens with like hashes, with queries that are the keys as well.
 
     **The key argument is not used**: queries and keys are shared, ``k_j = q_j / ‖q_j‖``. In each round,
@@ -58,7 +56,7 @@ class Reformer(Baseline):
     """
 
     needs_equal_lengths = True
-    rotations: Tensor  # (H, rounds, d, most buckets / 2)
+    rotations: Tensor  # (H, rounds, d, most buckets / 2); rounded, they would move tokens to other buckets
 
     def __init__(
         self, head_dim: int, num_heads: int, *, num_rounds: int = 2, chunk_size: int = 64, seed: int = 0
@@ -138,10 +136,6 @@ class Reformer(Baseline):
         log_sums = logits.logsumexp(-1, keepdim=True)
         outputs = (logits - log_sums).exp() @ _with_chunk_before(arrange(value))
         return outputs.flatten(3, 4), log_sums.flatten(3, 4)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Reformer":
-        """Half precision would move tokens to other buckets."""
-        return super()._apply(refuse_half(fn), recurse)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, num_rounds={self.num_rounds}, chunk_size={self.chunk_size}"
