@@ -12,7 +12,7 @@ from schoenbat.ops.keeping import is_concrete
 from schoenbat.ops.operators import as_operators
 from schoenbat.ops.unit_rows import UnitRows
 from schoenbat.options import check_count, check_dtype, check_number
-from schoenbat.precision import StaysPrecise, without_autocast
+from schoenbat.precision import StaysPrecise, at_least_float32, without_autocast
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -80,7 +80,7 @@ class PreSBN(StaysPrecise, WithProcessGroup):
                 raise ValueError("normalization='batch' keeps statistics: it needs num_heads and head_dim")
             check_count("num_heads", num_heads)
             check_count("head_dim", head_dim)
-            dtype = torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)
+            dtype = at_least_float32(dtype or torch.get_default_dtype())
             shape = num_heads, 1, head_dim
             self.register_buffer("running_mean", torch.zeros(shape, device=device, dtype=dtype))
             self.register_buffer("running_variance", torch.ones(shape, device=device, dtype=dtype))
@@ -91,7 +91,7 @@ class PreSBN(StaysPrecise, WithProcessGroup):
         with without_autocast(x):
             if self.mode != "batch":
                 return self.unit_rows(x)
-            rows = self._standardize(x.to(torch.promote_types(x.dtype, torch.float32)), mask, track)
+            rows = self._standardize(x.to(at_least_float32(x.dtype)), mask, track)
             return self.unit_rows(rows).to(x.dtype)
 
     @property
@@ -238,7 +238,7 @@ def _odd_power(x: Tensor, gamma: Tensor, beta: Tensor, epsilon: float) -> Tensor
 
 def _sizes(x: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     """a in float32 at least, and √(a² + ε²)."""
-    a = x.to(torch.promote_types(x.dtype, torch.float32))
+    a = x.to(at_least_float32(x.dtype))
     if torch.onnx.is_in_onnx_export():  # which knows no hypot
         size = (a.square() + epsilon**2).sqrt()
     else:

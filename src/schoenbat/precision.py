@@ -1,4 +1,4 @@
-"""Where a cast to half precision must not reach: maps, running averages, what accumulates."""
+"""What half precision must not reach: maps, running averages, what accumulates."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -6,6 +6,11 @@ from typing import Self
 
 import torch
 from torch import Tensor, nn
+
+
+def at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    """The dtype itself, or float32 where that is more precise."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def without_autocast(like: Tensor) -> AbstractContextManager[object]:

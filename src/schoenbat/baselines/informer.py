@@ -10,7 +10,7 @@ from schoenbat.baselines.masking import zero_masked
 from schoenbat.baselines.selection import spread, take_rows, taking_part_first
 from schoenbat.baselines.softmax import attend_visible
 from schoenbat.options import MOST, check_count
-from schoenbat.precision import StaysPrecise, without_autocast
+from schoenbat.precision import StaysPrecise, at_least_float32, without_autocast
 
 
 class Informer(StaysPrecise, Baseline):
@@ -93,7 +93,7 @@ class Informer(StaysPrecise, Baseline):
 
     def _measure(self, query: Tensor, key: Tensor, key_mask: Tensor | None) -> Tensor:
         """M of every query but for the factor ``1/√d``, which orders nothing: ``(B, H, n_q)``."""
-        dtype = torch.promote_types(query.dtype, torch.float32)
+        dtype = at_least_float32(query.dtype)
         if key.shape[-2] == 0:
             return query.new_zeros(query.shape[:-1], dtype=dtype)
         position, is_drawn = self._sample(key.shape[-2], key_mask)

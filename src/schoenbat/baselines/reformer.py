@@ -9,7 +9,7 @@ from schoenbat.baselines.drawing import drawn
 from schoenbat.baselines.masking import zero_masked
 from schoenbat.baselines.selection import take_rows
 from schoenbat.options import MOST, check_count
-from schoenbat.precision import StaysPrecise, without_autocast
+from schoenbat.precision import StaysPrecise, at_least_float32, without_autocast
 
 # More would make the hash cost more than the attention: it is an n × d × buckets product.
 _MOST_BUCKETS = 512
@@ -77,7 +77,7 @@ class Reformer(StaysPrecise, Baseline):
         is_causal: bool,
     ) -> Tensor:
         num_tokens = query.shape[-2]
-        dtype = torch.promote_types(query.dtype, torch.float32)
+        dtype = at_least_float32(query.dtype)
         if key_mask is None:
             key_mask = torch.ones(query.shape[0], num_tokens, dtype=torch.bool, device=query.device)
         padding = -num_tokens % self.chunk_size
