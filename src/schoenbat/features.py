@@ -4,7 +4,7 @@ import copy
 import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from schoenbat.kernels import kernel as get_kernel
 from schoenbat.ops.blocks import Blocks, FeatureMap, monomials, weigh
 from schoenbat.ops.keeping import may_keep, may_reuse, reuse
 from schoenbat.options import MOST, check_count, check_dtype, check_flag, check_seed
-from schoenbat.precision import refuse_half, without_autocast
+from schoenbat.precision import StaysPrecise, at_least_float32, without_autocast
 
 _MAPS = ("linear", "quadratic", "tail")
 _TRAINED = (*_MAPS, "gains")
@@ -23,7 +23,7 @@ _TRAINED = (*_MAPS, "gains")
 _STEEPEST = 1e30
 
 
-class MaclaurinFeatures(nn.Module):
+class MaclaurinFeatures(StaysPrecise):
     """Features whose inner products approximate a kernel: ``features(x) @ features(y) ≈ kernel(x @ y)``.
 
     With a₀, a₁, ... the kernel's Maclaurin coefficients, a feature of degree n is a product of n
@@ -64,6 +64,7 @@ class MaclaurinFeatures(nn.Module):
         True
     """
 
+    # Rounded once, it would be another map.
     linear: Tensor
     quadratic: Tensor
     tail: Tensor
@@ -102,7 +103,7 @@ class MaclaurinFeatures(nn.Module):
             )
         self.trainable = check_flag("trainable", trainable)
         self._made: dict[torch.dtype, tuple[list[tuple[Tensor, int]], FeatureMap]] = {}
-        like = torch.empty(0, device=device, dtype=_map_dtype(dtype))
+        like = torch.empty(0, device=device, dtype=at_least_float32(dtype or torch.get_default_dtype()))
         # Degrees are kept as floats: an average of equal integers, as in a moving average of a model with its
         # buffers, may be cut off to the one below.
         for name in (*_MAPS, "feature_weights", "degree_table"):
@@ -248,7 +249,7 @@ class MaclaurinFeatures(nn.Module):
             found = x.dtype if isinstance(x, Tensor) else type(x).__name__
             raise TypeError(f"expected rows as a tensor of floats, got {found}")
         rows = self._by_map(x)
-        dtype = torch.promote_types(x.dtype, torch.float32)
+        dtype = at_least_float32(x.dtype)
         with without_autocast(x):
             amplitude, constants = self._amplitudes(dtype), self.degrees.count(0)
             phi = weigh(monomials(rows.to(dtype), self._blocks(dtype)), amplitude[:, constants:])
@@ -320,10 +321,9 @@ class MaclaurinFeatures(nn.Module):
             return amplitudes.expand(1, -1)
         return amplitudes * self.gains.to(dtype)[:, _whole(self.degree_table)]
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "MaclaurinFeatures":
-        """Follow every move, but refuse a cast to half precision: a map rounded once is another map."""
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         self._made.clear()  # what was made lies where the map was
-        return super()._apply(refuse_half(fn), recurse)
+        return super()._apply(fn, recurse)
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what was made: in a copy the versions of buffers begin anew, and do not tell them apart."""
@@ -387,7 +387,7 @@ def _as_kept(state_dict: Mapping[str, Any], prefix: str, names: Iterable[str]) -
     """Of a state dict that was cast to half precision as a whole, or has integers for degrees: in float32."""
     kept = dict(state_dict)
     for key in {prefix + name for name in names} & kept.keys():
-        kept[key] = kept[key].to(_map_dtype(kept[key].dtype))
+        kept[key] = kept[key].to(at_least_float32(kept[key].dtype))
     return kept
 
 
@@ -434,7 +434,3 @@ def planned_scale(kernel: DotProductKernel, head_dim: int, scale: float | None) 
             f"{kernel.name!r}; choose a scale below it, for example {0.9 * kernel.radius:g}"
         )
     return value
-
-
-def _map_dtype(dtype: torch.dtype | None) -> torch.dtype:
-    return torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)

@@ -1,7 +1,6 @@
 """ppSBN: bring rows into the unit ball before the feature map, give the output its scale back after it."""
 
 import math
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +12,7 @@ from schoenbat.ops.keeping import is_concrete
 from schoenbat.ops.operators import as_operators
 from schoenbat.ops.unit_rows import UnitRows
 from schoenbat.options import check_count, check_dtype, check_number
-from schoenbat.precision import refuse_half, without_autocast
+from schoenbat.precision import StaysPrecise, at_least_float32, without_autocast
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 NORMALIZATIONS = ("token", "batch", "l2", None)
 
 
-class PreSBN(WithProcessGroup):
+class PreSBN(StaysPrecise, WithProcessGroup):
     """Pre-SBN: rows of norm 1 (or 0), as Schoenberg's theorem asks for.
 
     - ``"token"``: ``u = x − mean over the channels``, then ``u / ‖u‖``. What the authors of the paper ran.
@@ -52,7 +51,7 @@ class PreSBN(WithProcessGroup):
         True
     """
 
-    running_mean: Tensor
+    running_mean: Tensor  # in half precision an average with momentum 0.1 would stand still
     running_variance: Tensor
 
     def __init__(
@@ -81,7 +80,7 @@ class PreSBN(WithProcessGroup):
                 raise ValueError("normalization='batch' keeps statistics: it needs num_heads and head_dim")
             check_count("num_heads", num_heads)
             check_count("head_dim", head_dim)
-            dtype = torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)
+            dtype = at_least_float32(dtype or torch.get_default_dtype())
             shape = num_heads, 1, head_dim
             self.register_buffer("running_mean", torch.zeros(shape, device=device, dtype=dtype))
             self.register_buffer("running_variance", torch.ones(shape, device=device, dtype=dtype))
@@ -92,7 +91,7 @@ class PreSBN(WithProcessGroup):
         with without_autocast(x):
             if self.mode != "batch":
                 return self.unit_rows(x)
-            rows = self._standardize(x.to(torch.promote_types(x.dtype, torch.float32)), mask, track)
+            rows = self._standardize(x.to(at_least_float32(x.dtype)), mask, track)
             return self.unit_rows(rows).to(x.dtype)
 
     @property
@@ -145,10 +144,6 @@ class PreSBN(WithProcessGroup):
         message = torch.cat([part.flatten() for part in sums])
         parts = sum_over_ranks(message, self.process_group).split([part.numel() for part in sums])
         return tuple(whole.view_as(part) for whole, part in zip(parts, sums, strict=True))
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "PreSBN":
-        """Running averages stay in float32: in half precision an average with momentum 0.1 stands still."""
-        return super()._apply(refuse_half(fn), recurse)
 
     def extra_repr(self) -> str:
         return f"{self.mode!r}, eps={self.eps:g}"
@@ -243,7 +238,7 @@ def _odd_power(x: Tensor, gamma: Tensor, beta: Tensor, epsilon: float) -> Tensor
 
 def _sizes(x: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     """a in float32 at least, and √(a² + ε²)."""
-    a = x.to(torch.promote_types(x.dtype, torch.float32))
+    a = x.to(at_least_float32(x.dtype))
     if torch.onnx.is_in_onnx_export():  # which knows no hypot
         size = (a.square() + epsilon**2).sqrt()
     else:

@@ -1,10 +1,16 @@
-"""Where a cast to half precision must not reach: maps, running averages, what accumulates."""
+"""What half precision must not reach: maps, running averages, what accumulates."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+
+def at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    """The dtype itself, or float32 where that is more precise."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def without_autocast(like: Tensor) -> AbstractContextManager[object]:
@@ -16,13 +22,14 @@ def without_autocast(like: Tensor) -> AbstractContextManager[object]:
     return nullcontext() if is_off else torch.autocast(device, enabled=False)
 
 
-def refuse_half(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """`fn`, which `nn.Module._apply` applies to every tensor, without its casts to less than 32 bits."""
+class StaysPrecise(nn.Module):
+    """A module that follows every move and cast, but no cast to less than 32 bits."""
 
-    def move(tensor: Tensor) -> Tensor:
-        moved = fn(tensor)
-        if moved.is_floating_point() and moved.dtype.itemsize < 4:
-            return tensor.to(device=moved.device)
-        return moved
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        def move(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            if moved.is_floating_point() and moved.dtype.itemsize < 4:
+                return tensor.to(device=moved.device)
+            return moved
 
-    return move
+        return super()._apply(move, recurse)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from schoenbat.registry import attention_names, build_attention
 
@@ -29,6 +30,28 @@ def forward_backward(attention, tensors, key_mask):
     output = attention(*tensors, key_mask=key_mask, query_mask=key_mask)
     grads = torch.autograd.grad(output.float().square().sum(), tensors, allow_unused=True)
     return [output.detach(), *(grad for grad in grads if grad is not None)]
+
+
+class GeneratorsStayAtHome(TorchDispatchMode):
+    """What a GPU refuses, here on any device: numbers for one device from the generator of another."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        generator = (kwargs or {}).get("generator")
+        assert generator is None or out.device == generator.device
+        return out
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name", attention_names())
+def test_what_is_drawn_lies_on_the_default_device_and_is_the_same_everywhere(name, device):
+    right = build(name).state_dict()
+    with torch.device(device), GeneratorsStayAtHome():
+        got = build(name).state_dict()
+    assert got.keys() == right.keys()
+    for a, b in zip(got.values(), right.values(), strict=True):
+        assert (a.device.type, a.shape, a.dtype) == (device, b.shape, b.dtype)
+        assert a.is_meta or torch.equal(a.cpu(), b)
 
 
 @pytest.mark.parametrize("name", attention_names())

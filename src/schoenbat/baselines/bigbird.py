@@ -8,12 +8,13 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from schoenbat.baselines.baseline import Baseline
+from schoenbat.baselines.drawing import drawn
 from schoenbat.baselines.masking import zero_masked
 from schoenbat.baselines.selection import spread, take_rows, taking_part_first
 from schoenbat.baselines.softmax import attend_visible
 from schoenbat.ops.flex import compiled_flex, has_fast_path
-from schoenbat.options import MOST, check_count, check_seed
-from schoenbat.precision import refuse_half
+from schoenbat.options import MOST, check_count
+from schoenbat.precision import StaysPrecise
 
 # Query blocks beyond so many use the rows of the table again, for other blocks of the sequence.
 _TABLE_ROWS = 1024
@@ -24,7 +25,7 @@ _FLEX_TILES = {
 }  # fmt: skip
 
 
-class BigBird(Baseline):
+class BigBird(StaysPrecise, Baseline):
     """Softmax attention over blocks: a query block sees its neighbours, both ends and some random blocks.
 
     With the sequence cut into blocks of m tokens, block i sees
@@ -60,7 +61,7 @@ class BigBird(Baseline):
     """
 
     needs_equal_lengths = True
-    offsets: Tensor  # (H, rows, r), in [0, 1)
+    offsets: Tensor  # (H, rows, r), in [0, 1); rounded, they would be other blocks
 
     def __init__(
         self, head_dim: int, num_heads: int, *, block_size: int = 64, num_random: int = 3, seed: int = 0
@@ -68,10 +69,7 @@ class BigBird(Baseline):
         super().__init__(head_dim, num_heads)
         self.block_size = check_count("block_size", block_size, most=MOST)
         self.num_random = check_count("num_random", num_random, 0, MOST)
-        seed = check_seed(seed)
-        generator = torch.Generator("cpu").manual_seed(seed)
-        offsets = torch.rand(num_heads, _TABLE_ROWS, num_random, generator=generator, device="cpu")
-        self.register_buffer("offsets", offsets)
+        self.register_buffer("offsets", drawn(torch.rand, num_heads, _TABLE_ROWS, num_random, seed=seed))
 
     def attend(
         self,
@@ -205,10 +203,6 @@ class BigBird(Baseline):
             x.expand(shape) for x in (F.pad(last > 0, (1, 0), value=True), (window >= 1) & (window < last))
         ]
         return torch.cat(seen, -1).clamp(0, num_blocks - 1), torch.cat([*exists, is_drawn], -1)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "BigBird":
-        """Half precision would move the random blocks."""
-        return super()._apply(refuse_half(fn), recurse)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, block_size={self.block_size}, num_random={self.num_random}"

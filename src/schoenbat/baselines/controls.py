@@ -6,6 +6,7 @@ from torch import Tensor
 
 from schoenbat.baselines.baseline import Baseline
 from schoenbat.baselines.masking import zero_masked
+from schoenbat.precision import at_least_float32
 
 
 class Mean(Baseline):
@@ -59,7 +60,7 @@ def average(value: Tensor, key_mask: Tensor | None, num_queries: int, is_causal:
     """The mean of the values that each query sees: ``(B, H, n_k, d) -> (B, H, n_q, d)``."""
     num_keys = value.shape[-2]
     # Sums of many 16-bit values would lose most of them.
-    values = value.to(torch.promote_types(value.dtype, torch.float32))
+    values = value.to(at_least_float32(value.dtype))
     taking_part = values.new_ones(1, 1, num_keys, 1)
     if key_mask is not None:
         taking_part = key_mask[:, None, :, None].to(values.dtype)

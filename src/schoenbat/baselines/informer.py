@@ -1,20 +1,19 @@
 """Informer's ProbSparse attention: exact for the queries that seem to need it, an average for the others."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from schoenbat.baselines.baseline import Baseline
 from schoenbat.baselines.controls import average
+from schoenbat.baselines.drawing import drawn
 from schoenbat.baselines.masking import zero_masked
 from schoenbat.baselines.selection import spread, take_rows, taking_part_first
 from schoenbat.baselines.softmax import attend_visible
-from schoenbat.options import MOST, check_count, check_seed
-from schoenbat.precision import refuse_half, without_autocast
+from schoenbat.options import MOST, check_count
+from schoenbat.precision import StaysPrecise, at_least_float32, without_autocast
 
 
-class Informer(Baseline):
+class Informer(StaysPrecise, Baseline):
     """ProbSparse attention: softmax for the u queries farthest from uniform attention, the mean for the rest.
 
     Every query is measured on s sampled keys,
@@ -45,7 +44,7 @@ class Informer(Baseline):
         torch.Size([1, 2, 100, 8])
     """
 
-    offsets: Tensor  # (H, s), in [0, 1)
+    offsets: Tensor  # (H, s), in [0, 1); rounded, they would be another sample
 
     def __init__(
         self, head_dim: int, num_heads: int, *, num_queries: int = 128, num_samples: int = 128, seed: int = 0
@@ -53,10 +52,7 @@ class Informer(Baseline):
         super().__init__(head_dim, num_heads)
         self.num_queries = check_count("num_queries", num_queries, most=MOST)
         self.num_samples = check_count("num_samples", num_samples, most=MOST)
-        seed = check_seed(seed)
-        generator = torch.Generator("cpu").manual_seed(seed)
-        offsets = torch.rand(num_heads, num_samples, generator=generator, device="cpu")
-        self.register_buffer("offsets", offsets)
+        self.register_buffer("offsets", drawn(torch.rand, num_heads, num_samples, seed=seed))
 
     def attend(
         self,
@@ -97,7 +93,7 @@ class Informer(Baseline):
 
     def _measure(self, query: Tensor, key: Tensor, key_mask: Tensor | None) -> Tensor:
         """M of every query but for the factor ``1/√d``, which orders nothing: ``(B, H, n_q)``."""
-        dtype = torch.promote_types(query.dtype, torch.float32)
+        dtype = at_least_float32(query.dtype)
         if key.shape[-2] == 0:
             return query.new_zeros(query.shape[:-1], dtype=dtype)
         position, is_drawn = self._sample(key.shape[-2], key_mask)
@@ -116,10 +112,6 @@ class Informer(Baseline):
             return spread(offsets, torch.full((1, 1, 1), num_keys, device=offsets.device))
         rank, is_drawn = spread(offsets, key_mask.sum(-1).view(-1, 1, 1))
         return torch.take_along_dim(taking_part_first(key_mask)[:, None], rank, -1), is_drawn
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Informer":
-        """Half precision would move the sample."""
-        return super()._apply(refuse_half(fn), recurse)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, num_queries={self.num_queries}, num_samples={self.num_samples}"

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from schoenbat.precision import at_least_float32
+
 
 def zero_masked(x: Tensor, mask: Tensor) -> Tensor:
     """Zero ``x`` ``(B, H, n, d)`` where ``mask`` ``(B, n)`` is False.
@@ -24,7 +26,7 @@ def hide(x: Tensor, mask: Tensor | None) -> Tensor:
         >>> hide(x, torch.tensor([[True, False]])).flatten().tolist()
         [1.0, 0.0]
     """
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    x = x.to(at_least_float32(x.dtype))
     return x if mask is None else zero_masked(x, mask)
 
 

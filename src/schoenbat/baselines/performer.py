@@ -1,6 +1,6 @@
 """Performer: softmax attention by positive orthogonal random features."""
 
-from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -10,10 +10,10 @@ from schoenbat.baselines.baseline import Baseline
 from schoenbat.baselines.linear_attention import linear_attention
 from schoenbat.baselines.masking import hide
 from schoenbat.options import MOST, check_count, check_seed
-from schoenbat.precision import refuse_half, without_autocast
+from schoenbat.precision import StaysPrecise, without_autocast
 
 
-class Performer(Baseline):
+class Performer(StaysPrecise, Baseline):
     """FAVOR+: softmax attention in linear time by features that are positive and unbiased.
 
     With ``x = q / d^¼`` and ``y = k / d^¼``,
@@ -44,7 +44,7 @@ class Performer(Baseline):
         True
     """
 
-    directions: Tensor  # (num_features, head_dim)
+    directions: Tensor  # (num_features, head_dim); rounded, they would not be orthogonal
 
     def __init__(self, head_dim: int, num_heads: int, *, num_features: int = 128, seed: int = 0) -> None:
         super().__init__(head_dim, num_heads)
@@ -62,8 +62,7 @@ class Performer(Baseline):
             >>> torch.equal(attention.directions, Performer(head_dim=8, num_heads=2, seed=1).directions)
             True
         """
-        seed = check_seed(seed)
-        generator = Generator().manual_seed(seed)
+        generator = Generator("cpu").manual_seed(check_seed(seed))
         self.directions.copy_(_orthogonal_normal(self.num_features, self.head_dim, generator))
 
     def attend(
@@ -103,10 +102,6 @@ class Performer(Baseline):
     def _project(self, x: Tensor) -> Tensor:
         return x @ self.directions.to(x.dtype).mT
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Performer":
-        """Follow every move, but refuse a cast to half precision, which would bend the directions."""
-        return super()._apply(refuse_half(fn), recurse)
-
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, num_features={self.num_features}"
 
@@ -130,8 +125,8 @@ def _peaks(highest: Tensor, is_causal: bool) -> tuple[Tensor, Tensor | None]:
 def _orthogonal_normal(count: int, dim: int, generator: Generator) -> Tensor:
     """Normal rows ``(count, dim)``, orthogonal within each block of `dim`; float64 on the CPU."""
     blocks = -(-count // dim)
-    normal = torch.randn(blocks, dim, dim, dtype=torch.float64, generator=generator)
-    q, r = torch.linalg.qr(normal)
+    randn = partial(torch.randn, dtype=torch.float64, generator=generator, device="cpu")
+    q, r = torch.linalg.qr(randn(blocks, dim, dim))
     # QR leaves the signs to the library; made unique, the frame is uniformly distributed.
     rows = (q * r.diagonal(dim1=-2, dim2=-1).sign()[:, None, :]).mT.flatten(0, 1)[:count]
-    return rows * torch.randn(count, dim, dtype=torch.float64, generator=generator).norm(dim=-1, keepdim=True)
+    return rows * randn(count, dim).norm(dim=-1, keepdim=True)

@@ -1,16 +1,15 @@
 """Reformer's attention: tokens that hash alike are sorted next to each other and attend in chunks."""
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from schoenbat.baselines.baseline import Baseline
+from schoenbat.baselines.drawing import drawn
 from schoenbat.baselines.masking import zero_masked
 from schoenbat.baselines.selection import take_rows
-from schoenbat.options import MOST, check_count, check_seed
-from schoenbat.precision import refuse_half, without_autocast
+from schoenbat.options import MOST, check_count
+from schoenbat.precision import StaysPrecise, at_least_float32, without_autocast
 
 # More would make the hash cost more than the attention: it is an n × d × buckets product.
 _MOST_BUCKETS = 512
@@ -20,7 +19,7 @@ _ITSELF = -1e5
 _INVISIBLE = -1e30
 
 
-class Reformer(Baseline):
+class Reformer(StaysPrecise, Baseline):
     """LSH attention: softmax among tokens with like hashes, with queries that are the keys as well.
 
     **The key argument is not used**: queries and keys are shared, ``k_j = q_j / ‖q_j‖``. In each round,
@@ -57,7 +56,7 @@ class Reformer(Baseline):
     """
 
     needs_equal_lengths = True
-    rotations: Tensor  # (H, rounds, d, most buckets / 2)
+    rotations: Tensor  # (H, rounds, d, most buckets / 2); rounded, they would move tokens to other buckets
 
     def __init__(
         self, head_dim: int, num_heads: int, *, num_rounds: int = 2, chunk_size: int = 64, seed: int = 0
@@ -65,10 +64,8 @@ class Reformer(Baseline):
         super().__init__(head_dim, num_heads)
         self.num_rounds = check_count("num_rounds", num_rounds, most=MOST)
         self.chunk_size = check_count("chunk_size", chunk_size, most=MOST)
-        seed = check_seed(seed)
-        generator = torch.Generator("cpu").manual_seed(seed)
         shape = num_heads, num_rounds, head_dim, _MOST_BUCKETS // 2
-        self.register_buffer("rotations", torch.randn(shape, generator=generator, device="cpu"))
+        self.register_buffer("rotations", drawn(torch.randn, *shape, seed=seed))
 
     def attend(
         self,
@@ -80,7 +77,7 @@ class Reformer(Baseline):
         is_causal: bool,
     ) -> Tensor:
         num_tokens = query.shape[-2]
-        dtype = torch.promote_types(query.dtype, torch.float32)
+        dtype = at_least_float32(query.dtype)
         if key_mask is None:
             key_mask = torch.ones(query.shape[0], num_tokens, dtype=torch.bool, device=query.device)
         padding = -num_tokens % self.chunk_size
@@ -139,10 +136,6 @@ class Reformer(Baseline):
         log_sums = logits.logsumexp(-1, keepdim=True)
         outputs = (logits - log_sums).exp() @ _with_chunk_before(arrange(value))
         return outputs.flatten(3, 4), log_sums.flatten(3, 4)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Reformer":
-        """Half precision would move tokens to other buckets."""
-        return super()._apply(refuse_half(fn), recurse)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, num_rounds={self.num_rounds}, chunk_size={self.chunk_size}"

@@ -1,16 +1,15 @@
 """RFA: attention by random Fourier features of unit rows, with a learned bandwidth and an optional gate."""
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 
 from schoenbat.baselines.baseline import Baseline
+from schoenbat.baselines.drawing import drawn
 from schoenbat.baselines.linear_attention import weighted_sums, with_ones
 from schoenbat.baselines.masking import hide, present
-from schoenbat.options import MOST, check_count, check_flag, check_seed
-from schoenbat.precision import refuse_half, without_autocast
+from schoenbat.options import MOST, check_count, check_flag
+from schoenbat.precision import StaysPrecise, without_autocast
 
 # The denominator's floor is exp(−2/σ²) a key, but not less than this: a small σ would leave no floor.
 _LOWEST_EXPONENT = -10.0
@@ -18,7 +17,7 @@ _LOWEST_EXPONENT = -10.0
 _FIRST_GATE = 3.0
 
 
-class RFA(Baseline):
+class RFA(StaysPrecise, Baseline):
     """Random feature attention: ``exp(⟨q, k⟩ / σ²)`` on unit rows, by sines and cosines.
 
     For rows of norm 1 the exponential is the Gaussian kernel times a constant, which leaves with the
@@ -51,20 +50,18 @@ class RFA(Baseline):
         torch.Size([1, 2, 5, 8])
     """
 
-    frequencies: Tensor  # (num_heads, num_features / 2, head_dim)
+    frequencies: Tensor  # (num_heads, num_features / 2, head_dim); rounded, they would be others
 
     def __init__(
         self, head_dim: int, num_heads: int, *, num_features: int = 128, gate: bool = False, seed: int = 0
     ) -> None:
         super().__init__(head_dim, num_heads)
-        seed = check_seed(seed)
         if check_count("num_features", num_features, 2, MOST) % 2:
             raise ValueError(f"num_features must be even, half sines and half cosines, got {num_features}")
         self.num_features = num_features
         self.gate = check_flag("gate", gate)
-        shape = (num_heads, num_features // 2, head_dim)
-        normal = torch.randn(shape, dtype=torch.float64, generator=Generator().manual_seed(seed))
-        self.register_buffer("frequencies", normal.to(torch.get_default_dtype()))
+        shape = num_heads, num_features // 2, head_dim
+        self.register_buffer("frequencies", drawn(torch.randn, *shape, seed=seed, precision=torch.float64))
         self.log_sigma = nn.Parameter(torch.zeros(num_heads))
         if gate:
             self.gate_weight = nn.Parameter(torch.zeros(num_heads, head_dim))
@@ -120,10 +117,6 @@ class RFA(Baseline):
 
     def _sigma(self, dtype: torch.dtype) -> Tensor:
         return self.log_sigma.to(dtype).exp()[:, None, None]
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RFA":
-        """Follow every move, but refuse a cast to half precision, which would bend the frequencies."""
-        return super()._apply(refuse_half(fn), recurse)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, num_features={self.num_features}, gate={self.gate}"

@@ -1,18 +1,17 @@
 """Skyformer: Gaussian-kernel attention through landmarks drawn from queries and keys."""
 
-from collections.abc import Callable
-
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
 from schoenbat.baselines.baseline import Baseline
+from schoenbat.baselines.drawing import drawn
 from schoenbat.baselines.landmarks import newton_schulz, segments, take
 from schoenbat.baselines.masking import hide, present
-from schoenbat.options import MOST, check_count, check_number, check_seed
-from schoenbat.precision import refuse_half, without_autocast
+from schoenbat.options import MOST, check_count, check_number
+from schoenbat.precision import StaysPrecise, without_autocast
 
 
-class Skyformer(Baseline):
+class Skyformer(StaysPrecise, Baseline):
     """``κ(Q, Z) (κ(Z, Z) + γI)⁻¹ κ(Z, K) V`` with landmarks Z, which approximates ``κ(Q, K) V``.
 
     ``κ(q, k) = exp(−‖q − k‖² / 2√d)``: softmax attention's exponential between rows made comparable by their
@@ -44,7 +43,8 @@ class Skyformer(Baseline):
     """
 
     has_causal_form = False
-    offsets: Tensor  # (2, num_landmarks): where in its stretch a query's, a key's landmark lies, in [0, 1)
+    # Where in its stretch a query's, a key's landmark lies, in [0, 1); rounded, some would be others.
+    offsets: Tensor  # (2, num_landmarks)
 
     def __init__(
         self,
@@ -62,9 +62,7 @@ class Skyformer(Baseline):
         self.num_landmarks = check_count("num_landmarks", num_landmarks, most=MOST)
         self.iterations = check_count("iterations", iterations, 0, MOST)
         self.regularization = regularization
-        seed = check_seed(seed)
-        generator = Generator().manual_seed(seed)
-        self.register_buffer("offsets", torch.rand(2, num_landmarks, generator=generator))
+        self.register_buffer("offsets", drawn(torch.rand, 2, num_landmarks, seed=seed))
 
     def attend(
         self,
@@ -100,10 +98,6 @@ class Skyformer(Baseline):
         scale = regular.sum(-1, keepdim=True).rsqrt()
         scaling = scale * scale.mT
         return newton_schulz(regular * scaling, identity, self.iterations) * scaling
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Skyformer":
-        """Follow every move, but refuse a cast to half precision, which would choose other landmarks."""
-        return super()._apply(refuse_half(fn), recurse)
 
     def extra_repr(self) -> str:
         return (

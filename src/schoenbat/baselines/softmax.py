@@ -13,7 +13,7 @@ from schoenbat.kernels import kernel
 from schoenbat.learned_scale import scale_of
 from schoenbat.normalization import PostSBN, PreSBN
 from schoenbat.options import check_count, check_flag, check_number
-from schoenbat.precision import without_autocast
+from schoenbat.precision import at_least_float32, without_autocast
 
 # A logit of which softmax makes zero beside any other, and which float16 can hold.
 _HIDDEN = -1e4
@@ -186,7 +186,7 @@ def _form_scores(
     query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scale: float, dropout: float
 ) -> Tensor:
     """The formula as it stands, in float32 at least."""
-    dtype = torch.promote_types(value.dtype, torch.float32)
+    dtype = at_least_float32(value.dtype)
     with without_autocast(value):
         scores = query.to(dtype) @ key.to(dtype).mT * scale
         if visible is not None:
