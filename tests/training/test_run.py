@@ -270,6 +270,23 @@ def test_what_is_not_finite_stops_the_run_and_is_named(tmp_path, monkeypatch, wh
     assert all(tensor.isfinite().all() for tensor in kept["model"].values())
 
 
+@pytest.mark.parametrize(
+    "error", [Interrupted("stopped", signal.SIGTERM), NonFiniteError(12, 0.0, None, float("nan"))]
+)
+def test_a_run_closes_its_log_however_it_ends(tmp_path, error):
+    """TensorBoard writes by a thread of its own."""
+
+    def end(progress):
+        if progress.step == 12:
+            raise error
+
+    before = set(threading.enumerate())
+    with pytest.raises(type(error)):
+        train(tiny_task(), tiny_options("mean", steps=20), tmp_path, on_progress=end)
+    assert (tmp_path / "tensorboard").is_dir()
+    assert set(threading.enumerate()) <= before
+
+
 def test_timing_leaves_no_checkpoint(tmp_path):
     record = train(tiny_task(), tiny_options("mean", steps=400, timing=True), tmp_path)
     assert record.best is None

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -207,8 +207,11 @@ class Run:
         self.training_step.tally()
 
     def _train(self) -> None:
-        if self.fabric.is_global_zero:
-            self.log = RunLog(self.directory / LOG, self.step)
+        writes = self.fabric.is_global_zero
+        with closing(RunLog(self.directory / LOG, self.step)) if writes else nullcontext() as self.log:
+            self._train_to_the_end()
+
+    def _train_to_the_end(self) -> None:
         first, end = self.step, self.protocol.steps
         if self.validation_is_due:
             self._validate()
@@ -222,8 +225,6 @@ class Run:
             if self._asked_to_stop():
                 self._interrupt()
             self._save_if_due(end)
-        if self.log is not None:
-            self.log.close()
 
     def _time(self) -> None:
         """Steps in blocks, of which the median one counts: what disturbs a few steps does not."""
