@@ -122,7 +122,7 @@ def _train_options(group: Group, texts: list[str]) -> tuple[tuple[str, str], ...
 
 
 def _choose(attentions: list[str] | None, group: str | None) -> Group:
-    from schoenbat.experiments.comparison import parse_attentions
+    from schoenbat.registry import parse_attentions
 
     if attentions and group is None:
         return Group("", {text: text for text in parse_attentions(attentions)})

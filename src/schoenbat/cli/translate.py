@@ -70,8 +70,8 @@ def translate(
     names other attentions.
     """
     from schoenbat.data import multi30k
-    from schoenbat.experiments.comparison import parse_attentions
     from schoenbat.files import one_at_a_time
+    from schoenbat.registry import parse_attentions
     from schoenbat.report.tables import translation_table
     from schoenbat.translation.options import TranslationOptions
     from schoenbat.translation.record import EXPERIMENT, attentions_of, read_rows
