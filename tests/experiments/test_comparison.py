@@ -15,7 +15,7 @@ from schoenbat.experiments.comparison import (
     approximates_softmax,
     growth,
 )
-from schoenbat.experiments.speed import BACKWARD, FORWARD
+from schoenbat.experiments.measurement import BACKWARD, FORWARD
 from schoenbat.registry import attention_names
 
 SMALL = {"lengths": (16, 32), "num_heads": 2, "head_dim": 8}

@@ -8,15 +8,13 @@ All attentions are as they start out, in eval mode, with what they draw at rando
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from schoenbat.experiments.measurement import available_memory, peak_memory, time_call
-from schoenbat.experiments.speed import FORWARD, PASSES, _forward
+from schoenbat.experiments.measurement import PASSES, available_memory, make_call, peak_memory, time_call
 from schoenbat.normalization import PreSBN
 from schoenbat.options import check_device
 from schoenbat.registry import attention_names, build_attention, parse_attention, with_seed
@@ -251,15 +249,9 @@ def _measure(
     row: AttentionSpeed, attention: nn.Module, inputs: list[Tensor], options: SpeedComparison
 ) -> AttentionSpeed:
     device = torch.device(options.device)
-    call = partial(_forward if row.direction == FORWARD else _backward, attention, inputs)
+    call = make_call(row.direction, attention, inputs)
     timing = time_call(call, device, seconds=options.seconds)
     return replace(row, **asdict(timing), memory=peak_memory(call, device))
-
-
-def _backward(attention: nn.Module, inputs: list[Tensor]) -> None:
-    output = attention(*inputs)
-    # Some attentions never look at the key, or at neither query nor key.
-    torch.autograd.grad(output, [*inputs, *attention.parameters()], inputs[2], allow_unused=True)
 
 
 @torch.no_grad()

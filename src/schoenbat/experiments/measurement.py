@@ -1,17 +1,24 @@
-"""How long a call takes and how much memory it takes beyond what it is given."""
+"""How long a call takes, and how much memory beyond what it is given."""
 
 import ctypes
 import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
 
+FORWARD = "forward"
+BACKWARD = "forward+backward"
+PASSES = (FORWARD, BACKWARD)
 STATUS = Path("/proc/self/status")
 CLEAR_REFS = Path("/proc/self/clear_refs")
 RESET_PEAK = "5"
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -22,6 +29,11 @@ class Timing:
     low: float
     high: float
     repetitions: int
+
+
+def make_call(direction: str, attention: Attention, inputs: list[Tensor]) -> Callable[[], None]:
+    """One of `PASSES` of an attention; gradients are those of the inputs and of a module's parameters."""
+    return partial(_forward if direction == FORWARD else _backward, attention, inputs)
 
 
 def time_call(
@@ -97,6 +109,18 @@ def available_memory(device: torch.device) -> int | None:
     except OSError:
         return None
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+
+
+@torch.no_grad()
+def _forward(attention: Attention, inputs: list[Tensor]) -> None:
+    attention(*inputs)
+
+
+def _backward(attention: Attention, inputs: list[Tensor]) -> None:
+    output = attention(*inputs)
+    parameters = attention.parameters() if isinstance(attention, nn.Module) else ()
+    # Some attentions never look at the key, or at neither query nor key.
+    torch.autograd.grad(output, [*inputs, *parameters], inputs[2], allow_unused=True)
 
 
 def _wall_seconds(call: Callable[[], object]) -> float:
