@@ -6,9 +6,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from schoenbat.cli.lra import EXIT_NOT_FINITE
 from schoenbat.cli.measure import Out
-from schoenbat.cli.terminal import console, explained, given, print_files, progress_bar, write
+from schoenbat.cli.terminal import (
+    EXIT_NOT_FINITE,
+    console,
+    explained,
+    given,
+    print_files,
+    progress_bar,
+    write,
+)
 
 if TYPE_CHECKING:
     from schoenbat.translation.options import TranslationOptions
