@@ -303,8 +303,8 @@ def test_a_disturbance_while_timing_does_not_count(tmp_path, monkeypatch, steps,
         nonlocal now
         now += 60.0 if progress.step == 55 else 1.0
 
-    clock = SimpleNamespace(perf_counter=lambda: now, monotonic=time.monotonic)
-    monkeypatch.setattr("schoenbat.training.run.time", clock)
+    clock = SimpleNamespace(perf_counter=lambda: now)
+    monkeypatch.setattr("schoenbat.training.costs.time", clock)
     options = tiny_options("mean", steps=steps, timing=True)
     record = train(tiny_task(), options, tmp_path, on_progress=on_progress)
     assert (record.timed_steps, record.seconds) == (timed, timed)

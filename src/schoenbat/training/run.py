@@ -5,7 +5,6 @@ from collections.abc import Callable
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
 from typing import Any, NoReturn, cast
 
 import torch
@@ -18,6 +17,7 @@ from schoenbat.normalization import synchronize_statistics
 from schoenbat.training import checkpoint, resuming
 from schoenbat.training.batches import DeviceSplit, batch_order
 from schoenbat.training.classifier import Classifier
+from schoenbat.training.costs import Costs
 from schoenbat.training.evaluation import Evaluation
 from schoenbat.training.interruption import Interrupted, StopRequest
 from schoenbat.training.log import RunLog
@@ -128,7 +128,7 @@ class Run:
         self.step, self.best, self.best_weights = 0, None, {}  # type: int, Accuracy | None, dict[str, Tensor]
         self.validation_is_due = False
         self.validation = float("nan")
-        self.seconds, self.timed_steps, self.peak_memory = 0.0, 0, 0
+        self.costs = Costs(fabric.device)
         self.alone = options.alone
         self.was_captured = False  # by the parts of the run before this one
         self.stop = StopRequest()
@@ -160,17 +160,16 @@ class Run:
             capturable=device.type == "cuda",
         )
         self.optimizer = cast(torch.optim.Optimizer, fabric.setup_optimizers(optimizer))
-        before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
         stores: dict[int, Tensor] = {}
-        self.splits = {
-            name: DeviceSplit(split, device, stores)
-            for name, split in [
-                ("train", self.task.train),
-                ("validation", self.task.validation),
-                ("test", self.task.test),
-            ]
-        }
-        self.data_memory = torch.cuda.memory_allocated() - before if device.type == "cuda" else 0
+        with self.costs.of_data():
+            self.splits = {
+                name: DeviceSplit(split, device, stores)
+                for name, split in [
+                    ("train", self.task.train),
+                    ("validation", self.task.validation),
+                    ("test", self.task.test),
+                ]
+            }
         share = protocol.batch_size // world
         order = batch_order(len(self.splits["train"]), protocol.batch_size, protocol.steps, self.options.seed)
         rates = [protocol.learning_rate_at(step) for step in range(protocol.steps)]
@@ -227,17 +226,13 @@ class Run:
             self._save_if_due(end)
 
     def _time(self) -> None:
-        """Steps in blocks, of which the median one counts: what disturbs a few steps does not."""
         end = min(self.protocol.steps, WARM_STEPS + TIMED_STEPS)
-        each: list[float] = []  # seconds a step, by block
         while self.step < end:
-            timed, before = self.step >= WARM_STEPS, (self.seconds, self.step)
+            timed = self.step >= WARM_STEPS
             self.advance(min(self.step + TIMED_BLOCK if timed else WARM_STEPS, end), timed=timed)
             if self._asked_to_stop():
                 self._interrupt()
-            if timed:
-                each.append((self.seconds - before[0]) / (self.step - before[1]))
-        self.seconds = median(each) * self.timed_steps if each else 0.0
+        self.costs.count_median()
 
     def _next_stop(self, first: int, end: int) -> int:
         """The next step at which something else than training is done."""
@@ -250,20 +245,13 @@ class Run:
 
     def advance(self, goal: int, *, timed: bool) -> None:
         """Train up to step ``goal``, or until asked to stop."""
-        cuda = self.fabric.device.type == "cuda"
-        if cuda:
-            torch.cuda.reset_peak_memory_stats()
-        started, start = time.perf_counter(), self.step
+        self.costs.start()
+        start = self.step
         while self.step < goal and not (self.stop and self.fabric.world_size == 1):
             self.training_step.run()
             self.step += 1
             self.on_progress(Progress(self.step))
-        if cuda:
-            torch.cuda.synchronize()
-            self.peak_memory = max(self.peak_memory, torch.cuda.max_memory_allocated())
-        if timed:
-            self.seconds += time.perf_counter() - started
-            self.timed_steps += self.step - start
+        self.costs.stop(self.step - start if timed else 0)
 
     def _report_and_validate(self, end: int) -> None:
         self.training_step.raise_if_failed()
@@ -274,8 +262,7 @@ class Run:
 
     def _report(self) -> None:
         loss, share = self.training_step.tally()
-        rate = self.timed_steps / self.seconds if self.seconds else None
-        self.on_progress(Progress(self.step, loss, share, steps_per_second=rate))
+        self.on_progress(Progress(self.step, loss, share, steps_per_second=self.costs.rate))
         if self.log is not None:
             self.log.write(
                 step=self.step,
@@ -338,7 +325,6 @@ class Run:
             else:
                 self.module.load_state_dict(self.best_weights)
                 best = replace(self.best, test=self.evaluate("test", self.stop))
-        memory = self.peak_memory - self.data_memory if self.fabric.device.type == "cuda" else None
         labels = torch.from_numpy(self.task.test.labels.copy())
         return RunRecord(
             task=self.options.task,
@@ -349,9 +335,9 @@ class Run:
             last=last,
             majority=labels.bincount().max().item() / len(labels),
             parameters=sum(parameter.numel() for parameter in self.module.parameters()),
-            seconds=self.seconds,
-            timed_steps=self.timed_steps,
-            peak_memory=memory,
+            seconds=self.costs.seconds,
+            timed_steps=self.costs.timed_steps,
+            peak_memory=self.costs.memory,
             devices=self.fabric.world_size,
             alone=self.alone,
             data=self.task.fingerprint,
