@@ -16,7 +16,7 @@ from schoenbat.data.task import Task
 from schoenbat.normalization import synchronize_statistics
 from schoenbat.training import checkpoint, resuming
 from schoenbat.training.batches import DeviceSplit, batch_order
-from schoenbat.training.classifier import Classifier
+from schoenbat.training.classifier import build_model
 from schoenbat.training.costs import Costs
 from schoenbat.training.evaluation import Evaluation
 from schoenbat.training.interruption import Interrupted, StopRequest
@@ -141,51 +141,59 @@ class Run:
         self._set_up()
 
     def _set_up(self) -> None:
-        protocol, fabric, device = self.protocol, self.fabric, self.fabric.device
-        world, rank = fabric.world_size, fabric.global_rank
-        if protocol.batch_size % world:
-            raise ValueError(f"a batch of {protocol.batch_size} cannot be split over {world} devices evenly")
-        self.module.to(device)
-        if torch.distributed.group.WORLD is not None and world > 1:
+        batch_size, world = self.protocol.batch_size, self.fabric.world_size
+        if batch_size % world:
+            raise ValueError(f"a batch of {batch_size} cannot be split over {world} devices evenly")
+        self._place_model()
+        self._make_optimizer()
+        train, validation, test = self._place_data()
+        self.training_step = self._make_training_step(train)
+        self.evaluations = {
+            name: Evaluation(self.fabric, self.model, split, batch_size)
+            for name, split in (("validation", validation), ("test", test))
+        }
+
+    def _place_model(self) -> None:
+        self.module.to(self.fabric.device)
+        if torch.distributed.group.WORLD is not None and self.fabric.world_size > 1:
             synchronize_statistics(self.module, torch.distributed.group.WORLD)
         model: Any = torch.compile(self.module) if self.options.compiled else self.module
-        self.model = fabric.setup_module(model)
+        self.model = self.fabric.setup_module(model)
+
+    def _make_optimizer(self) -> None:
+        device = self.fabric.device
         optimizer = torch.optim.AdamW(
             self.module.parameters(),
-            lr=torch.tensor(protocol.learning_rate, device=device),
-            betas=protocol.betas,
-            eps=protocol.eps,
-            weight_decay=protocol.weight_decay,
+            lr=torch.tensor(self.protocol.learning_rate, device=device),
+            betas=self.protocol.betas,
+            eps=self.protocol.eps,
+            weight_decay=self.protocol.weight_decay,
             fused=True,
             capturable=device.type == "cuda",
         )
-        self.optimizer = cast(torch.optim.Optimizer, fabric.setup_optimizers(optimizer))
+        self.optimizer = cast(torch.optim.Optimizer, self.fabric.setup_optimizers(optimizer))
+
+    def _place_data(self) -> list[DeviceSplit]:
         stores: dict[int, Tensor] = {}
+        splits = self.task.train, self.task.validation, self.task.test
         with self.costs.of_data():
-            self.splits = {
-                name: DeviceSplit(split, device, stores)
-                for name, split in [
-                    ("train", self.task.train),
-                    ("validation", self.task.validation),
-                    ("test", self.task.test),
-                ]
-            }
-        share = protocol.batch_size // world
-        order = batch_order(len(self.splits["train"]), protocol.batch_size, protocol.steps, self.options.seed)
+            return [DeviceSplit(split, self.fabric.device, stores) for split in splits]
+
+    def _make_training_step(self, split: DeviceSplit) -> TrainingStep:
+        protocol, fabric, device = self.protocol, self.fabric, self.fabric.device
+        share = protocol.batch_size // fabric.world_size
+        order = batch_order(len(split), protocol.batch_size, protocol.steps, self.options.seed)
+        own = order[:, fabric.global_rank * share : (fabric.global_rank + 1) * share]
         rates = [protocol.learning_rate_at(step) for step in range(protocol.steps)]
-        self.training_step = TrainingStep(
+        return TrainingStep(
             fabric,
             self.model,
             self.optimizer,
-            self.splits["train"],
-            order[:, rank * share : (rank + 1) * share].to(device),
+            split,
+            own.to(device),
             torch.tensor(rates, device=device),
             protocol.clip_value,
         )
-        self.evaluations = {
-            name: Evaluation(fabric, self.model, self.splits[name], protocol.batch_size)
-            for name in ("validation", "test")
-        }
 
     def take_first_steps(self) -> None:
         """Those in which everything is compiled and captured."""
@@ -355,16 +363,3 @@ class Run:
         if self.task.name != "retrieval":
             return None
         return floors(self.task.train, self.task.test).citations
-
-
-def build_model(task: Task, options: RunOptions) -> Classifier:
-    """The paper's model for a task."""
-    protocol = options.protocol
-    return Classifier(
-        options.attention,
-        vocab_size=max(protocol.embedding_rows, task.vocab_size),
-        num_classes=task.num_classes,
-        max_length=task.max_length,
-        dropout=protocol.dropout,
-        paired=task.paired,
-    )
