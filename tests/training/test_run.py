@@ -73,7 +73,7 @@ def test_the_best_checkpoint_decides(tmp_path, monkeypatch):
     task = tiny_task()
     seen, tested = {}, []
 
-    def fake(self, split, stop=None):
+    def fake(self, split):
         if split == "validation" and len(seen) < 4:
             seen[self.step] = {name: x.clone() for name, x in self.module.state_dict().items()}
             return next(made_up)
@@ -148,10 +148,10 @@ def stopped_at(step, split) -> Iterator[None]:
     """A run inside is asked to stop as it begins to evaluate, and does."""
     evaluate = Run.evaluate
 
-    def stop_first(self, evaluated, stop=None):
+    def stop_first(self, evaluated):
         if (self.step, evaluated) == (step, split):
             os.kill(os.getpid(), signal.SIGTERM)
-        return evaluate(self, evaluated, stop)
+        return evaluate(self, evaluated)
 
     message = "while testing" if split == "test" else f"after step {step}"
     with pytest.MonkeyPatch.context() as patch:

@@ -125,7 +125,7 @@ def _choose(attentions: list[str] | None, group: str | None) -> Group:
     from schoenbat.registry import parse_attentions
 
     if attentions and group is None:
-        return Group("", {text: text for text in parse_attentions(attentions)})
+        return Group({text: text for text in parse_attentions(attentions)})
     if group is None or attentions:
         raise ValueError("say what is trained: either --attentions or --group")
     return find_group(group)

@@ -17,6 +17,7 @@ PASSES = (FORWARD, BACKWARD)
 STATUS = Path("/proc/self/status")
 CLEAR_REFS = Path("/proc/self/clear_refs")
 RESET_PEAK = "5"
+LEAST_REPETITIONS = 3
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -37,12 +38,7 @@ def make_call(direction: str, attention: Attention, inputs: list[Tensor]) -> Cal
 
 
 def time_call(
-    call: Callable[[], object],
-    device: torch.device,
-    *,
-    seconds: float = 1.0,
-    min_repetitions: int = 3,
-    max_repetitions: int = 100,
+    call: Callable[[], object], device: torch.device, *, seconds: float = 1.0, max_repetitions: int = 100
 ) -> Timing:
     """Time ``call`` after one warm-up, repeatedly for about ``seconds``.
 
@@ -55,7 +51,7 @@ def time_call(
     started = time.perf_counter()
     while len(samples) < max_repetitions:
         samples.append(measure(call))
-        if len(samples) >= min_repetitions and time.perf_counter() - started > seconds:
+        if len(samples) >= LEAST_REPETITIONS and time.perf_counter() - started > seconds:
             break
     low, median, high = torch.tensor(samples, dtype=torch.float64).quantile(
         torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
@@ -63,7 +59,7 @@ def time_call(
     return Timing(median.item(), low.item(), high.item(), len(samples))
 
 
-def time_replay(call: Callable[[], object], *, seconds: float = 0.2, max_repetitions: int = 50) -> Timing:
+def time_replay(call: Callable[[], object], *, seconds: float = 0.2) -> Timing:
     """Time what ``call`` does on the current GPU, without the time that Python takes to ask for it.
 
     The call is captured as a CUDA graph, and its replay is timed.
@@ -77,7 +73,7 @@ def time_replay(call: Callable[[], object], *, seconds: float = 0.2, max_repetit
     with torch.cuda.graph(graph):
         call()
     device = torch.device("cuda", torch.cuda.current_device())
-    return time_call(graph.replay, device, seconds=seconds, max_repetitions=max_repetitions)
+    return time_call(graph.replay, device, seconds=seconds, max_repetitions=50)
 
 
 def peak_memory(call: Callable[[], object], device: torch.device) -> int | None:

@@ -282,7 +282,7 @@ class Run:
     def _validate(self) -> None:
         self.validation_is_due = True
         try:
-            validation = self.validation = self.evaluate("validation", self.stop)
+            validation = self.validation = self.evaluate("validation")
         except Interrupted:
             self._interrupt()
         self.validation_is_due = False
@@ -293,11 +293,10 @@ class Run:
             self.best = Accuracy(self.step, validation)
             self.best_weights = checkpoint.on_cpu(self.module.state_dict())
 
-    def evaluate(self, split: str, stop: StopRequest | None = None) -> float:
+    def evaluate(self, split: str) -> float:
         """The share of right answers on a split."""
         # Of several devices none may leave the others waiting.
-        stop = stop if self.fabric.world_size == 1 else None
-        return self.evaluations[split].accuracy(stop)
+        return self.evaluations[split].accuracy(self.stop if self.fabric.world_size == 1 else None)
 
     def _asked_to_stop(self) -> bool:
         return any_process(self.fabric, bool(self.stop))
@@ -327,12 +326,12 @@ class Run:
         """Test the last and the best model, and sum up."""
         best = last = None
         if not self.options.timing and self.best is not None:
-            last = Accuracy(self.step, self.validation, self.evaluate("test", self.stop))
+            last = Accuracy(self.step, self.validation, self.evaluate("test"))
             if self.best.step == self.step:
                 best = last
             else:
                 self.module.load_state_dict(self.best_weights)
-                best = replace(self.best, test=self.evaluate("test", self.stop))
+                best = replace(self.best, test=self.evaluate("test"))
         labels = torch.from_numpy(self.task.test.labels.copy())
         return RunRecord(
             task=self.options.task,
