@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from schoenbat.experiments.comparison import AttentionError, AttentionSpeed, growth
-from schoenbat.experiments.speed import BACKWARD, SpeedRow
+from schoenbat.experiments.measurement import BACKWARD
+from schoenbat.experiments.speed import SpeedRow
 from schoenbat.files import write_atomically
 from schoenbat.report.markdown import table
 from schoenbat.report.numerical import length_table

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from schoenbat.modules import SchoenbAt
-from schoenbat.registry import attention_names, build_attention
+from schoenbat.registry import attention_names, build_attention, parse_attentions
 
 CAUSAL = [name for name in attention_names() if name not in ("nystromformer", "skyformer")]
 
@@ -119,6 +119,16 @@ def test_causal_both_needs_an_even_number_of_heads():
 def test_an_option_is_given_once():
     with pytest.raises(ValueError, match="option 'kernel' of attention 'schoenbat' is given twice"):
         build_attention("schoenbat:kernel=inv,kernel=exp", head_dim=8, num_heads=2)
+
+
+def test_attentions_of_a_command_line():
+    assert parse_attentions(["all"]) == attention_names()
+    assert parse_attentions(["softmax, rfa", "softmax"]) == ("softmax", "rfa")
+    assert parse_attentions(["schoenbat:kernel=inv, post=false,rfa:gate=false"]) == (
+        "schoenbat:kernel=inv, post=false",
+        "rfa:gate=false",
+    )
+    assert parse_attentions(["all", "rfa:seed=1"]) == (*attention_names(), "rfa:seed=1")
 
 
 def test_a_kernel_may_be_a_formula():

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -79,6 +80,19 @@ def parse_attention(text: str) -> tuple[str, dict[str, Any]]:
     """
     name, _, options = text.partition(":")
     return name, _parse_options(name, options, attention_options(name))
+
+
+def parse_attentions(texts: Iterable[str]) -> tuple[str, ...]:
+    """Attentions of a command line: ``"all"``, or names with or without options, separated by commas.
+
+    A comma before ``option=`` belongs to the attention before it.
+
+    >>> parse_attentions(["softmax,performer", "schoenbat:kernel=inv,post=false,rfa"])
+    ('softmax', 'performer', 'schoenbat:kernel=inv,post=false', 'rfa')
+    """
+    parts = (part.strip() for text in texts for part in re.split(r",(?!\s*\w+\s*=)", text))
+    chosen = (attention_names() if part == "all" else (part,) for part in parts)
+    return tuple(dict.fromkeys(name for names in chosen for name in names))
 
 
 def with_seed(text: str, seed: int | None = None) -> str:

@@ -14,9 +14,8 @@ from schoenbat.experiments.comparison import (
     SpeedComparison,
     approximates_softmax,
     growth,
-    parse_attentions,
 )
-from schoenbat.experiments.speed import BACKWARD, FORWARD
+from schoenbat.experiments.measurement import BACKWARD, FORWARD
 from schoenbat.registry import attention_names
 
 SMALL = {"lengths": (16, 32), "num_heads": 2, "head_dim": 8}
@@ -132,16 +131,6 @@ def test_growth_is_the_power_of_n():
     assert growth(rows, "a", "memory", FORWARD) == pytest.approx(2.0)
     assert growth(rows, "a", "memory", BACKWARD) is None
     assert growth(rows[:1], "a", "median", FORWARD) is None
-
-
-def test_attentions_of_a_command_line():
-    assert parse_attentions(["all"]) == attention_names()
-    assert parse_attentions(["softmax, rfa", "softmax"]) == ("softmax", "rfa")
-    assert parse_attentions(["schoenbat:kernel=inv, post=false,rfa:gate=false"]) == (
-        "schoenbat:kernel=inv, post=false",
-        "rfa:gate=false",
-    )
-    assert parse_attentions(["all", "rfa:seed=1"]) == (*attention_names(), "rfa:seed=1")
 
 
 def test_which_attentions_approximate_softmax():

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from schoenbat.experiments import speed
-from schoenbat.experiments.speed import BACKWARD, FORWARD, SpeedOptions, SpeedRow, crossover, speedup
+from schoenbat.experiments.measurement import BACKWARD, FORWARD, make_call
+from schoenbat.experiments.speed import SpeedOptions, SpeedRow, crossover, speedup
 
 TINY = SpeedOptions(
     kernels=("exp", "inv"), lengths=(8, 16), num_features=(4,), head_dim=4, num_heads=2, seconds=0.0
@@ -48,7 +49,7 @@ def test_backward_reaches_query_key_and_value():
             x.register_hook(lambda gradient: seen.append(gradient.shape))
         return query + key + value
 
-    speed._backward(attention, speed._draw_inputs(TINY, 8, torch.device("cpu")))
+    make_call(BACKWARD, attention, speed._draw_inputs(TINY, 8, torch.device("cpu")))()
     assert seen == [(1, 2, 8, 4)] * 3
 
 

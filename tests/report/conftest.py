@@ -8,7 +8,8 @@ import pytest
 from schoenbat.experiments.comparison import AttentionError, AttentionSpeed, approximates_softmax
 from schoenbat.experiments.demo import DemoRow, Point
 from schoenbat.experiments.error import ErrorRow
-from schoenbat.experiments.speed import PASSES, SpeedRow
+from schoenbat.experiments.measurement import PASSES
+from schoenbat.experiments.speed import SpeedRow
 from schoenbat.registry import attention_names
 from schoenbat.translation.record import EpochRow
 

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from schoenbat.experiments.error import ErrorRow
-from schoenbat.experiments.speed import PASSES, SpeedRow
+from schoenbat.experiments.measurement import PASSES
+from schoenbat.experiments.speed import SpeedRow
 from schoenbat.report.numerical import error_claims, error_table, length_table, speed_claims, speed_table
 
 

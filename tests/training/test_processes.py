@@ -17,11 +17,12 @@ import torch.multiprocessing as processes
 from training.tiny import tiny_options, tiny_task
 
 from schoenbat.training import checkpoint, shards
+from schoenbat.training.classifier import build_model
 from schoenbat.training.failure import NonFiniteError
 from schoenbat.training.interruption import Interrupted
 from schoenbat.training.log import read_log
 from schoenbat.training.record import LOG, find_checkpoint
-from schoenbat.training.run import Run, build_model, train
+from schoenbat.training.run import Run, train
 
 PROCESSES = 2
 STRATEGIES = ["ddp", "fsdp"]

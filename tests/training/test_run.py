@@ -73,7 +73,7 @@ def test_the_best_checkpoint_decides(tmp_path, monkeypatch):
     task = tiny_task()
     seen, tested = {}, []
 
-    def fake(self, split, stop=None):
+    def fake(self, split):
         if split == "validation" and len(seen) < 4:
             seen[self.step] = {name: x.clone() for name, x in self.module.state_dict().items()}
             return next(made_up)
@@ -148,10 +148,10 @@ def stopped_at(step, split) -> Iterator[None]:
     """A run inside is asked to stop as it begins to evaluate, and does."""
     evaluate = Run.evaluate
 
-    def stop_first(self, evaluated, stop=None):
+    def stop_first(self, evaluated):
         if (self.step, evaluated) == (step, split):
             os.kill(os.getpid(), signal.SIGTERM)
-        return evaluate(self, evaluated, stop)
+        return evaluate(self, evaluated)
 
     message = "while testing" if split == "test" else f"after step {step}"
     with pytest.MonkeyPatch.context() as patch:
@@ -270,6 +270,23 @@ def test_what_is_not_finite_stops_the_run_and_is_named(tmp_path, monkeypatch, wh
     assert all(tensor.isfinite().all() for tensor in kept["model"].values())
 
 
+@pytest.mark.parametrize(
+    "error", [Interrupted("stopped", signal.SIGTERM), NonFiniteError(12, 0.0, None, float("nan"))]
+)
+def test_a_run_closes_its_log_however_it_ends(tmp_path, error):
+    """TensorBoard writes by a thread of its own."""
+
+    def end(progress):
+        if progress.step == 12:
+            raise error
+
+    before = set(threading.enumerate())
+    with pytest.raises(type(error)):
+        train(tiny_task(), tiny_options("mean", steps=20), tmp_path, on_progress=end)
+    assert (tmp_path / "tensorboard").is_dir()
+    assert set(threading.enumerate()) <= before
+
+
 def test_timing_leaves_no_checkpoint(tmp_path):
     record = train(tiny_task(), tiny_options("mean", steps=400, timing=True), tmp_path)
     assert record.best is None
@@ -286,8 +303,8 @@ def test_a_disturbance_while_timing_does_not_count(tmp_path, monkeypatch, steps,
         nonlocal now
         now += 60.0 if progress.step == 55 else 1.0
 
-    clock = SimpleNamespace(perf_counter=lambda: now, monotonic=time.monotonic)
-    monkeypatch.setattr("schoenbat.training.run.time", clock)
+    clock = SimpleNamespace(perf_counter=lambda: now)
+    monkeypatch.setattr("schoenbat.training.costs.time", clock)
     options = tiny_options("mean", steps=steps, timing=True)
     record = train(tiny_task(), options, tmp_path, on_progress=on_progress)
     assert (record.timed_steps, record.seconds) == (timed, timed)

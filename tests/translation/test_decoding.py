@@ -12,6 +12,7 @@ from schoenbat.translation.tokenizer import BEGIN, END, PAD, Subwords
 
 VOCABULARY = 6
 WORDS = (3, 4, 5)
+SIZES = {"dim": 16, "num_heads": 2, "hidden_dim": 32, "num_layers": 1, "dropout": 0.1}
 
 
 @pytest.fixture(params=[("softmax", 1), ("schoenbat", 2)], ids=["softmax", "schoenbat"])
@@ -19,9 +20,7 @@ def model(request):
     """Drawn from seeds whose best translations differ in length."""
     attention, seed = request.param
     torch.manual_seed(seed)
-    model = Translator(
-        attention, vocab_size=VOCABULARY, max_length=12, dim=16, num_heads=2, hidden_dim=32, num_layers=1
-    )
+    model = Translator(attention, vocab_size=VOCABULARY, max_length=12, **SIZES)
     with torch.no_grad():
         # Far from uniform, of the source and of the prefix, and ending now and then.
         model.tokens.weight.mul_(1.5)
@@ -113,7 +112,7 @@ def test_neighbours_and_padding_change_no_translation(model, source):
 def test_translations_come_back_in_the_order_of_their_sources(sentences):
     subwords = Subwords(sentences, 300)
     encoded = subwords.encode(sentences.german)
-    model = Translator("softmax", vocab_size=len(subwords), max_length=64, dim=16, num_heads=2, num_layers=1)
+    model = Translator("softmax", vocab_size=len(subwords), max_length=64, **SIZES)
     model.eval()
     options = {"search": beams(2, 1.0)}
     all_at_once, few = (

@@ -15,14 +15,20 @@ SEVERAL = [
     "mean",
     "performer",
 ]
+SIZES = {
+    "vocab_size": 30,
+    "max_length": 24,
+    "dim": 32,
+    "num_heads": 2,
+    "hidden_dim": 48,
+    "num_layers": 2,
+    "dropout": 0.1,
+}
 
 
 @pytest.fixture(params=SEVERAL)
 def model(request):
-    model = Translator(
-        request.param, vocab_size=30, max_length=24, dim=32, num_heads=2, hidden_dim=48, num_layers=2
-    )
-    return model.double().eval()
+    return Translator(request.param, **SIZES).double().eval()
 
 
 @pytest.fixture
@@ -83,7 +89,7 @@ def test_every_source_token_counts(model, source, target):
 
 
 def test_no_two_layers_have_the_same_map():
-    model = Translator("schoenbat", vocab_size=30, max_length=24, dim=32, num_heads=2, num_layers=1)
+    model = Translator("schoenbat", **SIZES | {"num_layers": 1})
     maps = [model.encoder[0].attention, model.decoder[0].attention, model.decoder[0].cross]
     x = torch.randn(4, 16)
     first, *others = (part.attention.features(x) for part in maps)
@@ -91,7 +97,7 @@ def test_no_two_layers_have_the_same_map():
 
 
 def test_embeddings_and_output_are_one_matrix():
-    model = Translator("softmax", vocab_size=30, max_length=24, dim=32, num_heads=2)
+    model = Translator("softmax", **SIZES)
     assert sum(30 in parameter.shape for parameter in model.parameters()) == 1
 
 
@@ -104,15 +110,13 @@ def test_positions_are_told_apart_by_sines():
 
 
 def test_a_sentence_that_is_too_long_is_refused():
-    model = Translator("softmax", vocab_size=30, max_length=8, dim=32, num_heads=2)
+    model = Translator("softmax", **SIZES | {"max_length": 8})
     with pytest.raises(ValueError, match="9 tokens, but max_length is 8"):
         model(torch.ones(1, 9, dtype=torch.long), torch.ones(1, 3, dtype=torch.long))
 
 
 def test_no_two_attentions_draw_the_same():
-    model = Translator(
-        "performer", vocab_size=20, max_length=16, dim=16, num_heads=2, hidden_dim=8, num_layers=1
-    )
+    model = Translator("performer", **SIZES | {"num_layers": 1})
     drawn = [buffer for name, buffer in model.named_buffers() if name.endswith("directions")]
     assert len(drawn) == 3
     assert not any(torch.equal(a, b) for a, b in itertools.combinations(drawn, 2))

@@ -60,8 +60,9 @@ def error(
     something else than softmax(QKᵀ/√d), or nothing: for them it is a distance, no approximation error. The
     logits are 4 times a cosine; a bare schoenbat has that scale and no post-SBN.
     """
-    from schoenbat.experiments.comparison import ErrorComparison, parse_attentions
+    from schoenbat.experiments.comparison import ErrorComparison
     from schoenbat.experiments.error import ErrorOptions
+    from schoenbat.registry import parse_attentions
 
     if attentions:
         with explained():
@@ -104,8 +105,9 @@ def speed(
 
     With --attentions: time, memory and their growth with the length n, of a plain call of each attention.
     """
-    from schoenbat.experiments.comparison import SpeedComparison, parse_attentions
+    from schoenbat.experiments.comparison import SpeedComparison
     from schoenbat.experiments.speed import SpeedOptions
+    from schoenbat.registry import parse_attentions
 
     chosen = given(kernels=split_names(kernels), budget=budget, device=device, seed=seed)
     if attentions:

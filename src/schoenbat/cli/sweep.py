@@ -1,4 +1,4 @@
-"""The commands over many training runs: sweep, table."""
+"""The commands over many training runs: sweep, gather, table."""
 
 import signal
 from collections import Counter
@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.progress import Progress, TaskID
 
 from schoenbat.cli.terminal import console, explained, place_for_files, print_files, progress_bar, split_names
+from schoenbat.cli.train import train
 from schoenbat.experiments.groups import GROUPS, Group, find_group
 
 if TYPE_CHECKING:
@@ -109,7 +110,6 @@ def sweep(
 
 def _train_options(group: Group, texts: list[str]) -> tuple[tuple[str, str], ...]:
     """What was given; for what was not, the group's own."""
-    from schoenbat.cli.lra import train
     from schoenbat.training.cells import FLAGS, parse_train_option
 
     given = dict(parse_train_option(text) for text in texts)
@@ -122,10 +122,10 @@ def _train_options(group: Group, texts: list[str]) -> tuple[tuple[str, str], ...
 
 
 def _choose(attentions: list[str] | None, group: str | None) -> Group:
-    from schoenbat.experiments.comparison import parse_attentions
+    from schoenbat.registry import parse_attentions
 
     if attentions and group is None:
-        return Group("", {text: text for text in parse_attentions(attentions)})
+        return Group({text: text for text in parse_attentions(attentions)})
     if group is None or attentions:
         raise ValueError("say what is trained: either --attentions or --group")
     return find_group(group)

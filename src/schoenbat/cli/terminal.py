@@ -1,4 +1,4 @@
-"""What every command shares: the console, progress bars, files, and errors without a traceback."""
+"""What every command shares: console, progress bars, files, exit codes, and errors without a traceback."""
 
 import os
 from collections.abc import Iterable, Iterator
@@ -13,6 +13,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 console = Console()
 if not console.is_terminal:
     console.width = 100
+# What a scheduler and a sweep tell these endings from others by.
+EXIT_USAGE = 2
+EXIT_NOT_FINITE = 3
+EXIT_LOST_PROCESS = 4
 Row = TypeVar("Row")
 
 

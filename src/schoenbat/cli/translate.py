@@ -6,9 +6,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from schoenbat.cli.lra import EXIT_NOT_FINITE
 from schoenbat.cli.measure import Out
-from schoenbat.cli.terminal import console, explained, given, print_files, progress_bar, write
+from schoenbat.cli.terminal import (
+    EXIT_NOT_FINITE,
+    console,
+    explained,
+    given,
+    print_files,
+    progress_bar,
+    write,
+)
 
 if TYPE_CHECKING:
     from schoenbat.translation.options import TranslationOptions
@@ -70,8 +77,8 @@ def translate(
     names other attentions.
     """
     from schoenbat.data import multi30k
-    from schoenbat.experiments.comparison import parse_attentions
     from schoenbat.files import one_at_a_time
+    from schoenbat.registry import parse_attentions
     from schoenbat.report.tables import translation_table
     from schoenbat.translation.options import TranslationOptions
     from schoenbat.translation.record import EXPERIMENT, attentions_of, read_rows

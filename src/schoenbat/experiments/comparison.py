@@ -6,23 +6,19 @@ All attentions are as they start out, in eval mode, with what they draw at rando
 """
 
 import math
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from schoenbat.experiments.measurement import available_memory, peak_memory, time_call
-from schoenbat.experiments.speed import FORWARD, PASSES, _forward
+from schoenbat.experiments.measurement import PASSES, available_memory, make_call, peak_memory, time_call
 from schoenbat.normalization import PreSBN
 from schoenbat.options import check_device
 from schoenbat.registry import attention_names, build_attention, parse_attention, with_seed
 
-ALL = "all"
 OTHER_AIMS = ("reformer", "skyformer", "cosformer", "rfa", "mean", "none")
 """Attentions that approximate something else than ``softmax(QKᵀ/√d) V``, or nothing."""
 # Drawn with the same seed, a map would get the very numbers that the queries are made of.
@@ -132,19 +128,6 @@ class AttentionError:
     """Of ``error``, over the repetitions."""
     approximates_softmax: bool
     """Where False, ``error`` is a distance between two methods and says nothing of an approximation."""
-
-
-def parse_attentions(texts: Iterable[str]) -> tuple[str, ...]:
-    """Attentions of a command line: ``"all"``, or names with or without options, separated by commas.
-
-    A comma before ``option=`` belongs to the attention before it.
-
-    >>> parse_attentions(["softmax,performer", "schoenbat:kernel=inv,post=false,rfa"])
-    ('softmax', 'performer', 'schoenbat:kernel=inv,post=false', 'rfa')
-    """
-    parts = (part.strip() for text in texts for part in re.split(r",(?!\s*\w+\s*=)", text))
-    chosen = (attention_names() if part == ALL else (part,) for part in parts)
-    return tuple(dict.fromkeys(name for names in chosen for name in names))
 
 
 def approximates_softmax(text: str, logit_scale: float = ComparisonOptions.logit_scale) -> bool:
@@ -266,15 +249,9 @@ def _measure(
     row: AttentionSpeed, attention: nn.Module, inputs: list[Tensor], options: SpeedComparison
 ) -> AttentionSpeed:
     device = torch.device(options.device)
-    call = partial(_forward if row.direction == FORWARD else _backward, attention, inputs)
+    call = make_call(row.direction, attention, inputs)
     timing = time_call(call, device, seconds=options.seconds)
     return replace(row, **asdict(timing), memory=peak_memory(call, device))
-
-
-def _backward(attention: nn.Module, inputs: list[Tensor]) -> None:
-    output = attention(*inputs)
-    # Some attentions never look at the key, or at neither query nor key.
-    torch.autograd.grad(output, [*inputs, *attention.parameters()], inputs[2], allow_unused=True)
 
 
 @torch.no_grad()

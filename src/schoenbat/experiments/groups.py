@@ -26,7 +26,6 @@ _PAPER = "schoenbat:construction=paper,scale=none,normalization=batch"
 class Group:
     """A comparison: attentions by the name that people read."""
 
-    title: str
     attentions: Mapping[str, str]
     tasks: tuple[str, ...] = TASKS
     seeds: int = 1
@@ -36,12 +35,11 @@ class Group:
 
 GROUPS: dict[str, Group] = {
     "main": Group(
-        "softmax and SchoenbAt",
         {"softmax": "softmax", "softmax, tuned": SOFTMAX, "SchoenbAt tuned": TUNED},
         seeds=5,
     ),
+    # The paper's definitions, no approximation, and what attention adds to averaging.
     "paper": Group(
-        "the paper's definitions, no approximation, and what attention adds to averaging",
         {
             "SchoenbAt, the paper's text": _PAPER,
             "SchoenbAt, the paper's code": "schoenbat:construction=paper-code,scale=none,causal=true",
@@ -52,7 +50,6 @@ GROUPS: dict[str, Group] = {
         },
     ),
     "peers": Group(
-        "eight others",
         {
             "Reformer": "reformer",
             "Nyströmformer": "nystromformer",
@@ -64,27 +61,27 @@ GROUPS: dict[str, Group] = {
             "Performer": "performer",
         },
     ),
+    # SchoenbAt tuned with the paper's kernels; trigh is exp, so it tells how large noise is.
     "kernels": Group(
-        "SchoenbAt tuned with the paper's kernels; trigh is exp, so it tells how large noise is",
         {
             "SchoenbAt tuned, exp": _EXACT_LOW,
             **{f"SchoenbAt tuned, {kernel}": f"{_EXACT_LOW},kernel={kernel}" for kernel in KERNELS[1:]},
         },
         tasks=("listops", "pathfinder", "text", "image", "retrieval"),
     ),
+    # Those of "main" with a convolution of the values, wide enough for the rows above and below a pixel.
     "convolution": Group(
-        "the same with a convolution of the values, wide enough for the rows above and below a pixel",
         {"softmax + conv": "softmax:conv=65", "SchoenbAt tuned + conv": f"{TUNED},conv=65"},
     ),
+    # Exact attention to the 32 nearest on either side, the kernel exp for all others, or no others.
     "window": Group(
-        "exact attention to the 32 nearest on either side, the kernel exp for all others, or no others",
         {
             "SchoenbAt tuned, exp + window": f"{_EXACT_LOW},window=32",
             "window alone": f"{SOFTMAX},window=32",
         },
     ),
+    # RMFA and ppSBN, each alone and both, on Text.
     "ablation": Group(
-        "RMFA and ppSBN, each alone and both, on Text",
         {
             "base": "softmax",
             **{f"base + RMFA, {kernel}": f"{_RMFA},kernel={kernel}" for kernel in KERNELS},
@@ -94,8 +91,8 @@ GROUPS: dict[str, Group] = {
         },
         tasks=("text",),
     ),
+    # What was tried for the tuned configuration, in short runs.
     "tuning": Group(
-        "what was tried for the tuned configuration, in short runs",
         {
             "SchoenbAt, as it is": "schoenbat",
             "SchoenbAt, rotary": "schoenbat:normalization=l2,rotary=true",
@@ -133,8 +130,8 @@ GROUPS: dict[str, Group] = {
 def find_group(name: str) -> Group:
     """The group of this name.
 
-    >>> find_group("peers").title
-    'eight others'
+    >>> find_group("peers").attentions["RFA"]
+    'rfa'
     """
     if name not in GROUPS:
         raise ValueError(f"unknown group {name!r}; known are {', '.join(GROUPS)}")

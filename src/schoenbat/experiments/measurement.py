@@ -1,17 +1,25 @@
-"""How long a call takes and how much memory it takes beyond what it is given."""
+"""How long a call takes, and how much memory beyond what it is given."""
 
 import ctypes
 import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
 
+FORWARD = "forward"
+BACKWARD = "forward+backward"
+PASSES = (FORWARD, BACKWARD)
 STATUS = Path("/proc/self/status")
 CLEAR_REFS = Path("/proc/self/clear_refs")
 RESET_PEAK = "5"
+LEAST_REPETITIONS = 3
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -24,13 +32,13 @@ class Timing:
     repetitions: int
 
 
+def make_call(direction: str, attention: Attention, inputs: list[Tensor]) -> Callable[[], None]:
+    """One of `PASSES` of an attention; gradients are those of the inputs and of a module's parameters."""
+    return partial(_forward if direction == FORWARD else _backward, attention, inputs)
+
+
 def time_call(
-    call: Callable[[], object],
-    device: torch.device,
-    *,
-    seconds: float = 1.0,
-    min_repetitions: int = 3,
-    max_repetitions: int = 100,
+    call: Callable[[], object], device: torch.device, *, seconds: float = 1.0, max_repetitions: int = 100
 ) -> Timing:
     """Time ``call`` after one warm-up, repeatedly for about ``seconds``.
 
@@ -43,7 +51,7 @@ def time_call(
     started = time.perf_counter()
     while len(samples) < max_repetitions:
         samples.append(measure(call))
-        if len(samples) >= min_repetitions and time.perf_counter() - started > seconds:
+        if len(samples) >= LEAST_REPETITIONS and time.perf_counter() - started > seconds:
             break
     low, median, high = torch.tensor(samples, dtype=torch.float64).quantile(
         torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
@@ -51,7 +59,7 @@ def time_call(
     return Timing(median.item(), low.item(), high.item(), len(samples))
 
 
-def time_replay(call: Callable[[], object], *, seconds: float = 0.2, max_repetitions: int = 50) -> Timing:
+def time_replay(call: Callable[[], object], *, seconds: float = 0.2) -> Timing:
     """Time what ``call`` does on the current GPU, without the time that Python takes to ask for it.
 
     The call is captured as a CUDA graph, and its replay is timed.
@@ -65,7 +73,7 @@ def time_replay(call: Callable[[], object], *, seconds: float = 0.2, max_repetit
     with torch.cuda.graph(graph):
         call()
     device = torch.device("cuda", torch.cuda.current_device())
-    return time_call(graph.replay, device, seconds=seconds, max_repetitions=max_repetitions)
+    return time_call(graph.replay, device, seconds=seconds, max_repetitions=50)
 
 
 def peak_memory(call: Callable[[], object], device: torch.device) -> int | None:
@@ -97,6 +105,18 @@ def available_memory(device: torch.device) -> int | None:
     except OSError:
         return None
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+
+
+@torch.no_grad()
+def _forward(attention: Attention, inputs: list[Tensor]) -> None:
+    attention(*inputs)
+
+
+def _backward(attention: Attention, inputs: list[Tensor]) -> None:
+    output = attention(*inputs)
+    parameters = attention.parameters() if isinstance(attention, nn.Module) else ()
+    # Some attentions never look at the key, or at neither query nor key.
+    torch.autograd.grad(output, [*inputs, *parameters], inputs[2], allow_unused=True)
 
 
 def _wall_seconds(call: Callable[[], object]) -> float:

@@ -6,7 +6,7 @@ sequences take it less time than Python takes to ask for it.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -15,21 +15,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from schoenbat.experiments.measurement import available_memory, peak_memory, time_call, time_replay
+from schoenbat.experiments.measurement import (
+    PASSES,
+    Attention,
+    available_memory,
+    make_call,
+    peak_memory,
+    time_call,
+    time_replay,
+)
 from schoenbat.features import MaclaurinFeatures
 from schoenbat.functional import kernelized_attention, rmfa
 from schoenbat.kernels import kernel as get_kernel
 from schoenbat.normalization import PreSBN
 from schoenbat.options import check_device
 
-FORWARD = "forward"
-BACKWARD = "forward+backward"
-PASSES = (FORWARD, BACKWARD)
 CONSTRUCTION = "exact-low"
 # How many n × n matrices exact attention may hold at once where it is written in plain PyTorch.
 EXACT_MATRICES = 6
-
-Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -208,20 +211,10 @@ def _affordable(row: SpeedRow, shorter: SpeedRow | None, options: SpeedOptions) 
 
 def _measure(row: SpeedRow, attention: Attention, inputs: list[Tensor], options: SpeedOptions) -> SpeedRow:
     device = torch.device(options.device)
-    call = partial(_forward if row.direction == FORWARD else _backward, attention, inputs)
+    call = make_call(row.direction, attention, inputs)
     if options.timed == "replay":
         with torch.cuda.device(device):
             timing = time_replay(call, seconds=options.seconds)
     else:
         timing = time_call(call, device, seconds=options.seconds)
     return replace(row, **asdict(timing), memory=peak_memory(call, device))
-
-
-@torch.no_grad()
-def _forward(attention: Attention, inputs: list[Tensor]) -> None:
-    attention(*inputs)
-
-
-def _backward(attention: Attention, inputs: list[Tensor]) -> None:
-    output = attention(*inputs)
-    torch.autograd.grad(output, inputs, inputs[2])

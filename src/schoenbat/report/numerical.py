@@ -6,7 +6,8 @@ from statistics import mean
 from typing import Any
 
 from schoenbat.experiments.error import ErrorRow
-from schoenbat.experiments.speed import PASSES, SpeedRow, speedup
+from schoenbat.experiments.measurement import PASSES
+from schoenbat.experiments.speed import SpeedRow, speedup
 from schoenbat.report.markdown import NOT_MEASURED, table
 
 PAPERS_MAP = "paper"

@@ -12,7 +12,8 @@ from matplotlib.figure import Figure
 from schoenbat.experiments.comparison import AttentionError, AttentionSpeed, approximates_softmax
 from schoenbat.experiments.demo import DemoRow
 from schoenbat.experiments.error import ErrorRow
-from schoenbat.experiments.speed import PASSES, SpeedRow, speedup
+from schoenbat.experiments.measurement import PASSES
+from schoenbat.experiments.speed import SpeedRow, speedup
 from schoenbat.experiments.theorems import BiasRow, KernelRow, Row, TailRow
 from schoenbat.translation.record import EpochRow
 

@@ -9,17 +9,8 @@ from rich.table import Table
 from schoenbat.experiments.comparison import AttentionError, AttentionSpeed, growth
 from schoenbat.experiments.demo import DemoRow
 from schoenbat.experiments.error import ErrorRow
-from schoenbat.experiments.speed import (
-    BACKWARD,
-    CONSTRUCTION,
-    FORWARD,
-    PASSES,
-    SpeedRow,
-    crossover,
-    find_rival,
-    over_sdpa,
-    speedup,
-)
+from schoenbat.experiments.measurement import BACKWARD, FORWARD, PASSES
+from schoenbat.experiments.speed import CONSTRUCTION, SpeedRow, crossover, find_rival, over_sdpa, speedup
 from schoenbat.report.markdown import NOT_MEASURED
 from schoenbat.translation.record import EpochRow
 

@@ -4,7 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from schoenbat.data.task import Task
 from schoenbat.registry import build_attention, with_option, with_seed
+from schoenbat.training.options import RunOptions
 
 # Of the token embedding, on a GPU.
 _COPIES = 32
@@ -93,6 +95,19 @@ class Classifier(nn.Module):
             x = layer(x, mask)
         # Divided by the padded length, as in the published comparisons: the sum then also tells the length.
         return (self.norm(x) * mask.unsqueeze(-1)).sum(-2) / self.max_length
+
+
+def build_model(task: Task, options: RunOptions) -> Classifier:
+    """The paper's model for a task."""
+    protocol = options.protocol
+    return Classifier(
+        options.attention,
+        vocab_size=max(protocol.embedding_rows, task.vocab_size),
+        num_classes=task.num_classes,
+        max_length=task.max_length,
+        dropout=protocol.dropout,
+        paired=task.paired,
+    )
 
 
 def embed(tokens: Tensor, weight: Tensor, copies: int) -> Tensor:

@@ -26,12 +26,9 @@ def save(run: "Run") -> None:
         "best": None if run.best is None else asdict(run.best),
         "validation": run.validation,
         "validation_is_due": run.validation_is_due,
-        "seconds": run.seconds,
-        "timed_steps": run.timed_steps,
-        "peak_memory": run.peak_memory,
         "alone": run.alone,
         "captured": run.captured,
-    }
+    } | run.costs.state()
     if is_sharded(run.fabric):
         tensors = {"model": weights, "best_weights": run.best_weights, "optimizer": optimizer["state"]}
         shards.save(run.fabric, run.directory, tensors, rest)
@@ -57,8 +54,7 @@ def restore(run: "Run", path: Path) -> None:
     run.training_step.restore(state["counters"])
     run.best = None if state["best"] is None else Accuracy(**state["best"])
     run.validation, run.validation_is_due = state["validation"], state.get("validation_is_due", False)
-    run.seconds, run.timed_steps = state["seconds"], state["timed_steps"]
-    run.peak_memory = state["peak_memory"]
+    run.costs.restore(state)
     run.alone = run.alone and state.get("alone", True)
     run.was_captured = state.get("captured", False)
     if not checkpoint.set_random_state(run.fabric, state["random_states"]):

@@ -2,10 +2,9 @@
 
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
 from typing import Any, NoReturn, cast
 
 import torch
@@ -17,7 +16,8 @@ from schoenbat.data.task import Task
 from schoenbat.normalization import synchronize_statistics
 from schoenbat.training import checkpoint, resuming
 from schoenbat.training.batches import DeviceSplit, batch_order
-from schoenbat.training.classifier import Classifier
+from schoenbat.training.classifier import build_model
+from schoenbat.training.costs import Costs
 from schoenbat.training.evaluation import Evaluation
 from schoenbat.training.interruption import Interrupted, StopRequest
 from schoenbat.training.log import RunLog
@@ -128,7 +128,7 @@ class Run:
         self.step, self.best, self.best_weights = 0, None, {}  # type: int, Accuracy | None, dict[str, Tensor]
         self.validation_is_due = False
         self.validation = float("nan")
-        self.seconds, self.timed_steps, self.peak_memory = 0.0, 0, 0
+        self.costs = Costs(fabric.device)
         self.alone = options.alone
         self.was_captured = False  # by the parts of the run before this one
         self.stop = StopRequest()
@@ -141,52 +141,59 @@ class Run:
         self._set_up()
 
     def _set_up(self) -> None:
-        protocol, fabric, device = self.protocol, self.fabric, self.fabric.device
-        world, rank = fabric.world_size, fabric.global_rank
-        if protocol.batch_size % world:
-            raise ValueError(f"a batch of {protocol.batch_size} cannot be split over {world} devices evenly")
-        self.module.to(device)
-        if torch.distributed.group.WORLD is not None and world > 1:
+        batch_size, world = self.protocol.batch_size, self.fabric.world_size
+        if batch_size % world:
+            raise ValueError(f"a batch of {batch_size} cannot be split over {world} devices evenly")
+        self._place_model()
+        self._make_optimizer()
+        train, validation, test = self._place_data()
+        self.training_step = self._make_training_step(train)
+        self.evaluations = {
+            name: Evaluation(self.fabric, self.model, split, batch_size)
+            for name, split in (("validation", validation), ("test", test))
+        }
+
+    def _place_model(self) -> None:
+        self.module.to(self.fabric.device)
+        if torch.distributed.group.WORLD is not None and self.fabric.world_size > 1:
             synchronize_statistics(self.module, torch.distributed.group.WORLD)
         model: Any = torch.compile(self.module) if self.options.compiled else self.module
-        self.model = fabric.setup_module(model)
+        self.model = self.fabric.setup_module(model)
+
+    def _make_optimizer(self) -> None:
+        device = self.fabric.device
         optimizer = torch.optim.AdamW(
             self.module.parameters(),
-            lr=torch.tensor(protocol.learning_rate, device=device),
-            betas=protocol.betas,
-            eps=protocol.eps,
-            weight_decay=protocol.weight_decay,
+            lr=torch.tensor(self.protocol.learning_rate, device=device),
+            betas=self.protocol.betas,
+            eps=self.protocol.eps,
+            weight_decay=self.protocol.weight_decay,
             fused=True,
             capturable=device.type == "cuda",
         )
-        self.optimizer = cast(torch.optim.Optimizer, fabric.setup_optimizers(optimizer))
-        before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+        self.optimizer = cast(torch.optim.Optimizer, self.fabric.setup_optimizers(optimizer))
+
+    def _place_data(self) -> list[DeviceSplit]:
         stores: dict[int, Tensor] = {}
-        self.splits = {
-            name: DeviceSplit(split, device, stores)
-            for name, split in [
-                ("train", self.task.train),
-                ("validation", self.task.validation),
-                ("test", self.task.test),
-            ]
-        }
-        self.data_memory = torch.cuda.memory_allocated() - before if device.type == "cuda" else 0
-        share = protocol.batch_size // world
-        order = batch_order(len(self.splits["train"]), protocol.batch_size, protocol.steps, self.options.seed)
+        splits = self.task.train, self.task.validation, self.task.test
+        with self.costs.of_data():
+            return [DeviceSplit(split, self.fabric.device, stores) for split in splits]
+
+    def _make_training_step(self, split: DeviceSplit) -> TrainingStep:
+        protocol, fabric, device = self.protocol, self.fabric, self.fabric.device
+        share = protocol.batch_size // fabric.world_size
+        order = batch_order(len(split), protocol.batch_size, protocol.steps, self.options.seed)
+        own = order[:, fabric.global_rank * share : (fabric.global_rank + 1) * share]
         rates = [protocol.learning_rate_at(step) for step in range(protocol.steps)]
-        self.training_step = TrainingStep(
+        return TrainingStep(
             fabric,
             self.model,
             self.optimizer,
-            self.splits["train"],
-            order[:, rank * share : (rank + 1) * share].to(device),
+            split,
+            own.to(device),
             torch.tensor(rates, device=device),
             protocol.clip_value,
         )
-        self.evaluations = {
-            name: Evaluation(fabric, self.model, self.splits[name], protocol.batch_size)
-            for name in ("validation", "test")
-        }
 
     def take_first_steps(self) -> None:
         """Those in which everything is compiled and captured."""
@@ -207,8 +214,11 @@ class Run:
         self.training_step.tally()
 
     def _train(self) -> None:
-        if self.fabric.is_global_zero:
-            self.log = RunLog(self.directory / LOG, self.step)
+        writes = self.fabric.is_global_zero
+        with closing(RunLog(self.directory / LOG, self.step)) if writes else nullcontext() as self.log:
+            self._train_to_the_end()
+
+    def _train_to_the_end(self) -> None:
         first, end = self.step, self.protocol.steps
         if self.validation_is_due:
             self._validate()
@@ -222,21 +232,15 @@ class Run:
             if self._asked_to_stop():
                 self._interrupt()
             self._save_if_due(end)
-        if self.log is not None:
-            self.log.close()
 
     def _time(self) -> None:
-        """Steps in blocks, of which the median one counts: what disturbs a few steps does not."""
         end = min(self.protocol.steps, WARM_STEPS + TIMED_STEPS)
-        each: list[float] = []  # seconds a step, by block
         while self.step < end:
-            timed, before = self.step >= WARM_STEPS, (self.seconds, self.step)
+            timed = self.step >= WARM_STEPS
             self.advance(min(self.step + TIMED_BLOCK if timed else WARM_STEPS, end), timed=timed)
             if self._asked_to_stop():
                 self._interrupt()
-            if timed:
-                each.append((self.seconds - before[0]) / (self.step - before[1]))
-        self.seconds = median(each) * self.timed_steps if each else 0.0
+        self.costs.count_median()
 
     def _next_stop(self, first: int, end: int) -> int:
         """The next step at which something else than training is done."""
@@ -249,20 +253,13 @@ class Run:
 
     def advance(self, goal: int, *, timed: bool) -> None:
         """Train up to step ``goal``, or until asked to stop."""
-        cuda = self.fabric.device.type == "cuda"
-        if cuda:
-            torch.cuda.reset_peak_memory_stats()
-        started, start = time.perf_counter(), self.step
+        self.costs.start()
+        start = self.step
         while self.step < goal and not (self.stop and self.fabric.world_size == 1):
             self.training_step.run()
             self.step += 1
             self.on_progress(Progress(self.step))
-        if cuda:
-            torch.cuda.synchronize()
-            self.peak_memory = max(self.peak_memory, torch.cuda.max_memory_allocated())
-        if timed:
-            self.seconds += time.perf_counter() - started
-            self.timed_steps += self.step - start
+        self.costs.stop(self.step - start if timed else 0)
 
     def _report_and_validate(self, end: int) -> None:
         self.training_step.raise_if_failed()
@@ -273,8 +270,7 @@ class Run:
 
     def _report(self) -> None:
         loss, share = self.training_step.tally()
-        rate = self.timed_steps / self.seconds if self.seconds else None
-        self.on_progress(Progress(self.step, loss, share, steps_per_second=rate))
+        self.on_progress(Progress(self.step, loss, share, steps_per_second=self.costs.rate))
         if self.log is not None:
             self.log.write(
                 step=self.step,
@@ -286,7 +282,7 @@ class Run:
     def _validate(self) -> None:
         self.validation_is_due = True
         try:
-            validation = self.validation = self.evaluate("validation", self.stop)
+            validation = self.validation = self.evaluate("validation")
         except Interrupted:
             self._interrupt()
         self.validation_is_due = False
@@ -297,11 +293,10 @@ class Run:
             self.best = Accuracy(self.step, validation)
             self.best_weights = checkpoint.on_cpu(self.module.state_dict())
 
-    def evaluate(self, split: str, stop: StopRequest | None = None) -> float:
+    def evaluate(self, split: str) -> float:
         """The share of right answers on a split."""
         # Of several devices none may leave the others waiting.
-        stop = stop if self.fabric.world_size == 1 else None
-        return self.evaluations[split].accuracy(stop)
+        return self.evaluations[split].accuracy(self.stop if self.fabric.world_size == 1 else None)
 
     def _asked_to_stop(self) -> bool:
         return any_process(self.fabric, bool(self.stop))
@@ -331,13 +326,12 @@ class Run:
         """Test the last and the best model, and sum up."""
         best = last = None
         if not self.options.timing and self.best is not None:
-            last = Accuracy(self.step, self.validation, self.evaluate("test", self.stop))
+            last = Accuracy(self.step, self.validation, self.evaluate("test"))
             if self.best.step == self.step:
                 best = last
             else:
                 self.module.load_state_dict(self.best_weights)
-                best = replace(self.best, test=self.evaluate("test", self.stop))
-        memory = self.peak_memory - self.data_memory if self.fabric.device.type == "cuda" else None
+                best = replace(self.best, test=self.evaluate("test"))
         labels = torch.from_numpy(self.task.test.labels.copy())
         return RunRecord(
             task=self.options.task,
@@ -348,9 +342,9 @@ class Run:
             last=last,
             majority=labels.bincount().max().item() / len(labels),
             parameters=sum(parameter.numel() for parameter in self.module.parameters()),
-            seconds=self.seconds,
-            timed_steps=self.timed_steps,
-            peak_memory=memory,
+            seconds=self.costs.seconds,
+            timed_steps=self.costs.timed_steps,
+            peak_memory=self.costs.memory,
             devices=self.fabric.world_size,
             alone=self.alone,
             data=self.task.fingerprint,
@@ -368,16 +362,3 @@ class Run:
         if self.task.name != "retrieval":
             return None
         return floors(self.task.train, self.task.test).citations
-
-
-def build_model(task: Task, options: RunOptions) -> Classifier:
-    """The paper's model for a task."""
-    protocol = options.protocol
-    return Classifier(
-        options.attention,
-        vocab_size=max(protocol.embedding_rows, task.vocab_size),
-        num_classes=task.num_classes,
-        max_length=task.max_length,
-        dropout=protocol.dropout,
-        paired=task.paired,
-    )

@@ -25,7 +25,8 @@ class Translator(nn.Module):
         num_layers: of the encoder, and of the decoder.
         dropout: its rate.
 
-    >>> model = Translator("softmax", vocab_size=20, max_length=16, dim=32, num_heads=2, hidden_dim=64)
+    >>> sizes = {"max_length": 16, "dim": 32, "num_heads": 2, "hidden_dim": 64, "num_layers": 1}
+    >>> model = Translator("softmax", vocab_size=20, dropout=0.1, **sizes)
     >>> model(torch.randint(1, 20, (3, 7)), torch.randint(1, 20, (3, 5))).shape
     torch.Size([3, 5, 20])
     """
@@ -38,11 +39,11 @@ class Translator(nn.Module):
         *,
         vocab_size: int,
         max_length: int,
-        dim: int = 256,
-        num_heads: int = 4,
-        hidden_dim: int = 1024,
-        num_layers: int = 3,
-        dropout: float = 0.1,
+        dim: int,
+        num_heads: int,
+        hidden_dim: int,
+        num_layers: int,
+        dropout: float,
     ) -> None:
         super().__init__()
 
