@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from schoenbat.options import check_count
+from schoenbat.precision import at_least_float32
 
 _LONGEST_WAVE = 10_000.0
 
@@ -42,7 +43,7 @@ def rotate(x: Tensor, first: int = 0) -> Tensor:
                 [0.5403, 0.8415]])
     """
     pairs = x.shape[-1] // 2
-    dtype = torch.promote_types(x.dtype, torch.float32)
+    dtype = at_least_float32(x.dtype)
     speeds = _LONGEST_WAVE ** (-torch.arange(pairs, device=x.device, dtype=dtype) / pairs)
     angles = torch.arange(first, first + x.shape[-2], device=x.device, dtype=dtype)[:, None] * speeds
     cos, sin = angles.cos(), angles.sin()
@@ -168,5 +169,5 @@ class HeadNorm(nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         out = self.attention(query, key, value, **options)
-        precise = out.to(torch.promote_types(out.dtype, torch.float32))
+        precise = out.to(at_least_float32(out.dtype))
         return (F.rms_norm(precise, out.shape[-1:], eps=1e-6) * self.weight).to(out.dtype)

@@ -10,6 +10,7 @@ from torch import Tensor
 from schoenbat import learned_scale
 from schoenbat.functional import kernelized_attention
 from schoenbat.inputs import arrange_mask, without_masked
+from schoenbat.precision import at_least_float32
 
 if TYPE_CHECKING:
     from schoenbat.modules import SchoenbAt
@@ -38,7 +39,7 @@ def in_one_batch(
 
 def mean_row(rows: Tensor, mask: Tensor | None) -> Tensor:
     """The mean of the rows that take part, ``(..., H, n, d) -> (..., H, 1, d)``, in float32 at least."""
-    dtype = torch.promote_types(rows.dtype, torch.float32)
+    dtype = at_least_float32(rows.dtype)
     if mask is None:
         return rows.mean(-2, keepdim=True, dtype=dtype)
     mask = mask[..., None, :, None]

@@ -12,6 +12,7 @@ from schoenbat.features import MaclaurinFeatures
 from schoenbat.ops.blocks import FeatureMap
 from schoenbat.ops.keeping import is_concrete
 from schoenbat.options import check_count, check_flag
+from schoenbat.precision import at_least_float32
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -110,7 +111,7 @@ def arrange_per_head(number: float | Tensor, query: Tensor, name: str = "scale")
     """One number for all query heads, or for each, as ``(H, G, 1, 1)``; it may be a view."""
     heads, groups = query.shape[1:3]
     check_per_head(name, number, heads * groups)
-    dtype = torch.promote_types(query.dtype, torch.float32)
+    dtype = at_least_float32(query.dtype)
     if not isinstance(number, Tensor):
         return torch.full((heads, groups, 1, 1), number, dtype=dtype, device=query.device)
     if number.device != query.device:
@@ -147,7 +148,7 @@ def refuse_overflow(
     if results[0].device.type != "cpu" or not is_concrete(*results, *rows, *masked):
         return
     # One pass over memory; a sum of numbers that all fit may not, which the second look finds out.
-    if all(math.isfinite(x.detach().sum(dtype=_at_least_float32(x)).item()) for x in results):
+    if all(math.isfinite(x.detach().sum(dtype=at_least_float32(x.dtype)).item()) for x in results):
         return
     taking_part = masked if mask is None else [torch.where(mask, x, 0.0) for x in masked]
     overflowed = _finite_rows([*rows, *taking_part]) & ~_finite_rows(results)
@@ -181,10 +182,6 @@ def autocast_rounds(*tensors: Tensor) -> bool:
 def _finite_rows(tensors: Sequence[Tensor]) -> Tensor:
     """Which batch rows are finite in all of the tensors."""
     return torch.stack([x.detach().isfinite().flatten(1).all(1) for x in tensors]).all(0)
-
-
-def _at_least_float32(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 def check_tensors(**tensors: Any) -> None:
@@ -277,7 +274,7 @@ def map_for(features: MaclaurinFeatures, rows: Tensor) -> FeatureMap:
             f"the map has num_heads = {features.num_heads} maps, but there are {rows.shape[1]} key heads; "
             "make it with as many, or with num_heads=None for one map for all heads"
         )
-    return features.map(torch.promote_types(rows.dtype, torch.float32))
+    return features.map(at_least_float32(rows.dtype))
 
 
 def check_window(features: MaclaurinFeatures, width: int) -> None:

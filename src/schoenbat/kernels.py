@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from schoenbat import expressions
+from schoenbat.precision import at_least_float32
 
 Elementwise = Callable[[Tensor], Tensor]
 
@@ -105,7 +106,7 @@ class DotProductKernel:
         """
         if math.isinf(self.radius) or query.numel() == 0 or key.numel() == 0:
             return
-        precise = torch.promote_types(torch.promote_types(query.dtype, key.dtype), torch.float32)
+        precise = at_least_float32(torch.promote_types(query.dtype, key.dtype))
         factor = torch.as_tensor(query.shape[-1] ** -0.5 if scale is None else scale, device=query.device)
         factor = factor.to(precise)
         query = query.to(precise) * (factor[:, None, None] if factor.dim() else factor)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from schoenbat.kernels import DotProductKernel
+from schoenbat.precision import at_least_float32
 
 # ρ moves by about the learning rate a step; twenty times that is what a scale needs.
 SPEED = 20.0
@@ -26,7 +27,7 @@ def first_scale(kernel: DotProductKernel) -> float:
 
 def scale_of(rho: Tensor, kernel: DotProductKernel) -> Tensor:
     """The scale that ρ stands for, in float32 at least."""
-    exponent = SPEED * _precise(rho)
+    exponent = SPEED * rho.to(at_least_float32(rho.dtype))
     if kernel.radius == math.inf:
         return _FIRST * exponent.exp()
     share = torch.sigmoid(exponent + _FIRST_LOGIT)
@@ -55,7 +56,7 @@ def rho_of(scale: Tensor, kernel: DotProductKernel) -> Tensor:
 
 def weight_of(rho: Tensor) -> Tensor:
     """The weight ``exp(20ρ)``, in float32 at least: 1 at ρ = 0."""
-    return (SPEED * _precise(rho)).exp()
+    return (SPEED * rho.to(at_least_float32(rho.dtype))).exp()
 
 
 def rho_of_weight(weight: Tensor) -> Tensor:
@@ -69,7 +70,3 @@ def rho_of_weight(weight: Tensor) -> Tensor:
 def _lies_between_zero_and(limit: float, values: Tensor) -> bool:
     """Both excluded; what is on the meta device has no values."""
     return values.is_meta or bool(((values > 0) & (values < limit)).all())
-
-
-def _precise(rho: Tensor) -> Tensor:
-    return rho.to(torch.promote_types(rho.dtype, torch.float32))

@@ -21,7 +21,7 @@ from schoenbat.ops.eager_causal import Before, Sums
 from schoenbat.ops.window import Carried
 from schoenbat.ops.window_fused import Remembered
 from schoenbat.options import check_count, check_dtype
-from schoenbat.precision import without_autocast
+from schoenbat.precision import at_least_float32, without_autocast
 
 
 @dataclass
@@ -64,7 +64,7 @@ class RMFAState:
             check_count(name, size, 0)
         check_dtype("dtype", dtype)
         device = features.feature_weights.device if device is None else torch.device(device)
-        dtype = torch.promote_types(dtype or torch.float32, torch.float32)
+        dtype = at_least_float32(dtype or torch.float32)
         monomials = sum(degree > 0 for degree in features.degrees)
         shapes = (monomials, value_dim), (monomials,), (features.head_dim,), (value_dim,)
         sums = [torch.zeros(batch, kv_heads, *shape, device=device, dtype=dtype) for shape in shapes]
