@@ -1,9 +1,8 @@
 """MaclaurinFeatures: an explicit feature map of a dot-product kernel, drawn once and kept."""
 
-import copy
 import math
 import numbers
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import torch
@@ -15,15 +14,14 @@ from schoenbat.kernels import kernel as get_kernel
 from schoenbat.ops.blocks import Blocks, FeatureMap, monomials, weigh
 from schoenbat.ops.keeping import may_keep, may_reuse, reuse
 from schoenbat.options import MOST, check_count, check_dtype, check_flag, check_seed
-from schoenbat.precision import StaysPrecise, at_least_float32, without_autocast
+from schoenbat.precision import at_least_float32, without_autocast
+from schoenbat.stored_map import DIRECTIONS, StoredMap, whole
 
-_MAPS = ("linear", "quadratic", "tail")
-_TRAINED = (*_MAPS, "gains")
 # The most that a₁ / a₀ can be in a denominator's floor: it fits into float32, and exponents end at -80.
 _STEEPEST = 1e30
 
 
-class MaclaurinFeatures(StaysPrecise):
+class MaclaurinFeatures(StoredMap):
     """Features whose inner products approximate a kernel: ``features(x) @ features(y) ≈ kernel(x @ y)``.
 
     With a₀, a₁, ... the kernel's Maclaurin coefficients, a feature of degree n is a product of n
@@ -64,13 +62,6 @@ class MaclaurinFeatures(StaysPrecise):
         True
     """
 
-    # Rounded once, it would be another map.
-    linear: Tensor
-    quadratic: Tensor
-    tail: Tensor
-    degree_table: Tensor
-    feature_weights: Tensor
-
     def __init__(
         self,
         head_dim: int,
@@ -85,12 +76,15 @@ class MaclaurinFeatures(StaysPrecise):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
+        check_dtype("dtype", dtype)
+        super().__init__(
+            check_count("num_features", num_features, 2, MOST),
+            None if num_heads is None else check_count("num_heads", num_heads),
+            check_flag("trainable", trainable),
+            torch.empty(0, device=device, dtype=at_least_float32(dtype or torch.get_default_dtype())),
+        )
         self.kernel = get_kernel(kernel)
         self.head_dim = check_count("head_dim", head_dim, most=MOST)
-        self.num_features = check_count("num_features", num_features, 2, MOST)
-        self.num_heads = None if num_heads is None else check_count("num_heads", num_heads)
-        check_dtype("dtype", dtype)
         if not isinstance(construction, str) or construction not in CONSTRUCTIONS:
             raise ValueError(f"unknown construction {construction!r}; known: {', '.join(CONSTRUCTIONS)}")
         self.construction = construction
@@ -101,43 +95,8 @@ class MaclaurinFeatures(StaysPrecise):
                 f"kernel {self.kernel.name!r} has no constant term (a₀ = 0), so attention's denominator has "
                 "no floor; add an offset to it, for example polynomial(degree, offset=1.0)"
             )
-        self.trainable = check_flag("trainable", trainable)
         self._made: dict[torch.dtype, tuple[list[tuple[Tensor, int]], FeatureMap]] = {}
-        like = torch.empty(0, device=device, dtype=at_least_float32(dtype or torch.get_default_dtype()))
-        # Degrees are kept as floats: an average of equal integers, as in a moving average of a model with its
-        # buffers, may be cut off to the one below.
-        for name in (*_MAPS, "feature_weights", "degree_table"):
-            self._hold(name, like, self.trainable and name in _MAPS)
-        self.gains = nn.Parameter(like.clone()) if self.trainable else None
-        self._degrees: tuple[int, ...] = ()
-        self._degrees_from: tuple[Tensor, int] | None = None
         self.resample(seed)
-
-    @property
-    def degrees(self) -> tuple[int, ...]:
-        """The degree of each feature, in order.
-
-        Read anew where its table was written in place, as DDP does on all ranks but one, or is another for
-        the time of a call, as in `torch.func.functional_call`; not by a compiled call, and on a GPU not once
-        it was read: DDP writes it at every step, and to look at it is to wait.
-        """
-        table = self.degree_table
-        if may_keep(table) and not table.is_meta:
-            known = self._degrees_from
-            is_written = known is not None and known[1] != table._version and not table.is_cuda
-            if known is None or known[0] is not table or is_written:
-                self._degrees, self._degrees_from = degrees_in(table), (table, table._version)
-        return self._degrees
-
-    @degrees.setter
-    def degrees(self, degrees: tuple[int, ...]) -> None:
-        self._degrees, self._degrees_from = degrees, None
-
-    def _hold(self, name: str, tensor: Tensor, is_parameter: bool) -> None:
-        if is_parameter:
-            self.register_parameter(name, nn.Parameter(tensor.clone()))
-        else:
-            self.register_buffer(name, tensor)
 
     @torch.no_grad()
     def resample(self, seed: int | None = None) -> None:
@@ -158,7 +117,7 @@ class MaclaurinFeatures(StaysPrecise):
             plan = construct(coefficients, self.head_dim, self.num_features, self.scale, generator)
             self._check_range(plan, coefficients.tolist())
             drawn = draw(plan, self.head_dim, self.num_heads or 1, generator)
-            for name, tensor in zip(_MAPS, drawn, strict=True):
+            for name, tensor in zip(DIRECTIONS, drawn, strict=True):
                 self._replace(name, tensor)
             self._replace("feature_weights", torch.tensor(plan.weights, dtype=torch.float64))
             self._replace("degree_table", torch.tensor(plan.degrees))
@@ -178,20 +137,6 @@ class MaclaurinFeatures(StaysPrecise):
                     f"beyond the range of {dtype}; multiply the kernel by a number, which changes no "
                     "attention, or rescale x"
                 )
-
-    def _replace(self, name: str, tensor: Tensor) -> None:
-        old = getattr(self, name)
-        # Contiguous, as a loaded map is: other strides would be rounded differently.
-        tensor = tensor.to(device=old.device, dtype=old.dtype).contiguous()
-        # A block without directions has nothing to train, and FSDP2 cannot split an empty parameter.
-        is_parameter = self.trainable and name in _TRAINED and tensor.numel() > 0
-        if is_parameter != isinstance(old, nn.Parameter):
-            delattr(self, name)
-            self._hold(name, tensor, is_parameter)
-        elif is_parameter:
-            old.data = tensor  # the same Parameter: an optimizer that holds it keeps it
-        else:
-            setattr(self, name, tensor)
 
     @torch.no_grad()
     def calibrate(self, query: Tensor, key: Tensor) -> None:
@@ -266,7 +211,7 @@ class MaclaurinFeatures(StaysPrecise):
         have this dtype: it then follows what is loaded into them, if sizes and degrees stay, and must be
         captured again after `resample`, which makes new ones.
         """
-        buffers = [getattr(self, name) for name in (*_MAPS, "feature_weights")]
+        buffers = [getattr(self, name) for name in (*DIRECTIONS, "feature_weights")]
         if self.trainable or not may_reuse(*buffers):
             return self._make_map(dtype)
         made_from = [(buffer, buffer._version) for buffer in buffers]
@@ -296,7 +241,7 @@ class MaclaurinFeatures(StaysPrecise):
         return FeatureMap(self._blocks(dtype), weights[:, constants:], coefficients, self.scale)
 
     def _blocks(self, dtype: torch.dtype) -> Blocks:
-        linear, quadratic, tail = (getattr(self, name).to(dtype) for name in _MAPS)
+        linear, quadratic, tail = (getattr(self, name).to(dtype) for name in DIRECTIONS)
         identity = not self.linear.shape[-1] and 1 in self.degrees
         pairs = self.degrees.count(2) if self.quadratic.shape[-1] else 0
         in_tail = tuple(n for n in self.degrees if n > (2 if pairs else 1))
@@ -312,67 +257,21 @@ class MaclaurinFeatures(StaysPrecise):
         weights = self.feature_weights.to(dtype)
         if self.gains is None:
             return weights.expand(1, -1)
-        return weights * self.gains.to(dtype).square()[:, _whole(self.degree_table)]
+        return weights * self.gains.to(dtype).square()[:, whole(self.degree_table)]
 
     def _amplitudes(self, dtype: torch.dtype) -> Tensor:
         """What a feature is multiplied by. Not the root of `_weights`: a gain of 0 would have no gradient."""
         amplitudes = self.feature_weights.to(dtype).sqrt()
         if self.gains is None:
             return amplitudes.expand(1, -1)
-        return amplitudes * self.gains.to(dtype)[:, _whole(self.degree_table)]
+        return amplitudes * self.gains.to(dtype)[:, whole(self.degree_table)]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         self._made.clear()  # what was made lies where the map was
         return super()._apply(fn, recurse)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what was made: in a copy the versions of buffers begin anew, and do not tell them apart."""
-        return {**super().__getstate__(), "_made": {}, "_degrees_from": None}
-
-    def _load_from_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        prefix: str,
-        local_metadata: Mapping[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        """Take a saved map, which may have other degrees and sizes, whole or not at all.
-
-        A map of the same sizes is written into the memory of this one: a CUDA graph may be reading it.
-        """
-        own = {name: getattr(self, name) for name in self._buffers | self._parameters}
-        state_dict = _as_kept(state_dict, prefix, own)
-        saved = {name: state_dict[prefix + name] for name in own if prefix + name in state_dict}
-        degrees = self._degrees_of(saved)
-        is_other = degrees != self.degrees or any(saved[name].shape != own[name].shape for name in saved)
-        lacking = sorted(own.keys() - saved.keys() - {"gains"})
-        if is_other and lacking:
-            error_msgs.append(
-                f"{prefix}{lacking[0]} is missing beside parts of another map, which is loaded whole or not "
-                "at all: add it to the state dict"
-            )
-        rest = local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        if (is_other and lacking) or not all(_fits(name, saved[name], own[name]) for name in saved):
-            # What is wrong is found out on a copy.
-            super(MaclaurinFeatures, copy.deepcopy(self))._load_from_state_dict(state_dict, prefix, *rest)
-            return
-        if self.gains is not None and degrees != self.degrees:
-            saved.setdefault("gains", torch.ones(self.num_heads or 1, max(degrees) + 1))
-        for name in saved:
-            if saved[name].shape != own[name].shape:
-                self._replace(name, own[name].new_ones(saved[name].shape))
-        super()._load_from_state_dict(state_dict, prefix, *rest)
-        self.degrees = degrees
-
-    def _degrees_of(self, saved: Mapping[str, Tensor]) -> tuple[int, ...]:
-        """The degrees of a map that is being loaded; this one's own where it does not say."""
-        table = saved.get("degree_table")
-        if table is None or table.is_meta or table.shape != (self.num_features,):
-            return self.degrees
-        return degrees_in(table)
+        return {**super().__getstate__(), "_made": {}}
 
     def extra_repr(self) -> str:
         heads = "" if self.num_heads is None else f", num_heads={self.num_heads}"
@@ -381,28 +280,6 @@ class MaclaurinFeatures(StaysPrecise):
             f"construction={self.construction!r}{heads}, scale={self.scale:.4g}, "
             f"max_degree={max(self.degrees)}"
         )
-
-
-def _as_kept(state_dict: Mapping[str, Any], prefix: str, names: Iterable[str]) -> dict[str, Any]:
-    """Of a state dict that was cast to half precision as a whole, or has integers for degrees: in float32."""
-    kept = dict(state_dict)
-    for key in {prefix + name for name in names} & kept.keys():
-        kept[key] = kept[key].to(at_least_float32(kept[key].dtype))
-    return kept
-
-
-def _fits(name: str, saved: Tensor, own: Tensor) -> bool:
-    """Whether a saved tensor can be loaded in place of a map's own: of some, the last size is free."""
-    return saved.shape == own.shape or (name in _TRAINED and saved.shape[:-1] == own.shape[:-1])
-
-
-def degrees_in(table: Tensor) -> tuple[int, ...]:
-    """The degrees that a map's table of floats stands for."""
-    return tuple(_whole(table).tolist())
-
-
-def _whole(table: Tensor) -> Tensor:
-    return table.round().long()
 
 
 def reseed(model: nn.Module, seed: int) -> None:

@@ -10,12 +10,13 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
-from schoenbat.features import degrees_in, reseed
+from schoenbat.features import reseed
 from schoenbat.integrations.huggingface import layers
 from schoenbat.integrations.huggingface.attention import attend
 from schoenbat.integrations.huggingface.masks import compact_mask
 from schoenbat.integrations.huggingface.name import NAME
 from schoenbat.modules import SchoenbAt
+from schoenbat.stored_map import degrees_in
 
 DEFAULTS: Mapping[str, Any] = {
     "num_features": 128,
