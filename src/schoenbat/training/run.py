@@ -145,7 +145,7 @@ class Run:
         if batch_size % world:
             raise ValueError(f"a batch of {batch_size} cannot be split over {world} devices evenly")
         self._place_model()
-        self._make_optimizer()
+        self.optimizer = self._make_optimizer()
         train, validation, test = self._place_data()
         self.training_step = self._make_training_step(train)
         self.evaluations = {
@@ -160,7 +160,7 @@ class Run:
         model: Any = torch.compile(self.module) if self.options.compiled else self.module
         self.model = self.fabric.setup_module(model)
 
-    def _make_optimizer(self) -> None:
+    def _make_optimizer(self) -> torch.optim.Optimizer:
         device = self.fabric.device
         optimizer = torch.optim.AdamW(
             self.module.parameters(),
@@ -171,7 +171,7 @@ class Run:
             fused=True,
             capturable=device.type == "cuda",
         )
-        self.optimizer = cast(torch.optim.Optimizer, self.fabric.setup_optimizers(optimizer))
+        return cast(torch.optim.Optimizer, self.fabric.setup_optimizers(optimizer))
 
     def _place_data(self) -> list[DeviceSplit]:
         stores: dict[int, Tensor] = {}
