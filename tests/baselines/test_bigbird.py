@@ -1,11 +1,10 @@
 """BigBird's attention against softmax with its mask, written out block by block."""
 
-import copy
 import math
 
 import pytest
 import torch
-from oracle import Largest, gradients
+from oracle import gradients
 from torch.nn.attention.flex_attention import flex_attention
 
 from schoenbat.baselines import Softmax
@@ -152,44 +151,6 @@ def test_with_a_sparse_mask_it_is_not():
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_padded_is_truncated_whatever_is_masked(is_causal):
-    attention = make()
-    real = inputs()
-    padded = [x.masked_fill(~KEY_MASK[:, None, :, None], torch.nan).requires_grad_() for x in real]
-
-    def masked():
-        output = attention(*padded, key_mask=KEY_MASK, is_causal=is_causal)
-        return torch.cat([output[row, :, mask] for row, mask in enumerate(KEY_MASK)], 1)
-
-    def truncated():
-        rows = ([x[row : row + 1, :, mask] for x in real] for row, mask in enumerate(KEY_MASK))
-        return torch.cat([attention(*row, is_causal=is_causal)[0] for row in rows], 1)
-
-    got, got_grads = gradients(masked, padded)
-    real = [x.requires_grad_() for x in real]
-    expected, expected_grads = gradients(truncated, real)
-    torch.testing.assert_close(got, expected)
-    for a, b in zip(got_grads, expected_grads, strict=True):
-        torch.testing.assert_close(a, b)
-        assert (a.masked_select(~KEY_MASK[:, None, :, None]) == 0).all()
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_rows_without_a_token_give_zeros_and_finite_gradients(is_causal):
-    tensors = [x.requires_grad_() for x in inputs()]
-    mask = torch.zeros(3, 40, dtype=torch.bool)
-    mask[0, 20:] = True
-    output, grads = gradients(lambda: make()(*tensors, key_mask=mask, is_causal=is_causal), tensors)
-    assert (output[1:] == 0).all()
-    assert (output[0, :, :20] == 0).all()
-    assert output[0, :, 20:].abs().min() > 0
-    for grad in grads:
-        assert grad.isfinite().all()
-        assert (grad[1:] == 0).all()
-    assert make()(*(x[:, :, :0] for x in tensors)).shape == (3, 2, 0, 6)
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("block_size", [1, 16])
 def test_gradients(is_causal, block_size):
     tensors = [x[:1, :, :9, :3].clone().requires_grad_() for x in inputs()]
@@ -226,17 +187,6 @@ def test_state_dict_carries_the_random_blocks():
     assert torch.equal(attention(*tensors), other(*tensors))
 
 
-@pytest.mark.parametrize("cast", ["inputs", "module", "autocast"])
-def test_bfloat16_is_close_to_float32(cast):
-    query, key, value = (x.bfloat16() for x in inputs())
-    expected = make()(query.float(), key.float(), value.float())
-    attention = make().bfloat16() if cast == "module" else make()
-    with torch.autocast("cpu", enabled=cast == "autocast"):
-        got = attention(query, key, value)
-    assert got.dtype == torch.bfloat16
-    assert (got - expected).norm() / expected.norm() < 0.01
-
-
 def test_heads_share_keys_and_values():
     query, key, value = inputs()
     shared = make()(query, key[:, :1], value[:, :1], enable_gqa=True)
@@ -250,31 +200,10 @@ def test_is_self_attention_only():
         make()(query[:, :, :10], key, value)
 
 
-def test_a_compiled_module_equals_the_eager_one():
-    attention = make()
-    compiled = torch.compile(copy.deepcopy(attention), fullgraph=True, backend="aot_eager")
-    tensors = [x.requires_grad_() for x in inputs()]
-    call = {"key_mask": KEY_MASK, "is_causal": True}
-    expected, expected_grads = gradients(lambda: attention(*tensors, **call), tensors)
-    got, got_grads = gradients(lambda: compiled(*tensors, **call), tensors)
-    torch.testing.assert_close(got, expected)
-    torch.testing.assert_close(got_grads, expected_grads)
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("n", [4096, 16384])
-def test_no_tensor_is_larger_than_the_sequence_asks_for(is_causal, n):
-    query = torch.randn(1, 1, n, 8)
-    with Largest() as largest, torch.no_grad():
-        BigBird(8, 1)(query, query, query, is_causal=is_causal)
-    # Eight blocks of 64 keys for a query, or 128 queries that see all keys.
-    assert largest.numel <= 8 * 64 * n
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_on_a_gpu(is_causal, dtype):
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 5e-3), (torch.bfloat16, 3e-2)])
+def test_on_a_gpu(is_causal, dtype, tolerance):
     tensors = [x.to(dtype).double().requires_grad_() for x in inputs()]
     on_gpu = [x.detach().to("cuda", dtype).requires_grad_() for x in tensors]
     expected, expected_grads = gradients(
@@ -282,7 +211,6 @@ def test_on_a_gpu(is_causal, dtype):
     )
     attention, mask = make().cuda(), KEY_MASK.cuda()
     got, got_grads = gradients(lambda: attention(*on_gpu, key_mask=mask, is_causal=is_causal).cpu(), on_gpu)
-    tolerance = {torch.float64: 1e-9, torch.float32: 5e-3, torch.bfloat16: 3e-2}[dtype]
     for a, b in zip([got, *got_grads], [expected, *expected_grads], strict=True):
         assert (a.cpu().double() - b).norm() <= tolerance * b.norm()
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from oracle import Largest
+from oracle import gradients
 
 from schoenbat.baselines.cosformer import CosFormer
 
@@ -12,12 +12,6 @@ from schoenbat.baselines.cosformer import CosFormer
 def inputs(n=9, num_queries=None, batch=3, dtype=torch.float64):
     shapes = (num_queries or n, 4), (n, 4), (n, 5)
     return [torch.randn(batch, 2, *shape, dtype=dtype) for shape in shapes]
-
-
-def masks(n):
-    """With holes, padded on the left, padded on the right."""
-    place = torch.arange(n)
-    return torch.stack([place % 3 != 1, place >= n // 3, place < (n + 1) // 2])
 
 
 def written_out(query, key, value, is_causal):
@@ -30,32 +24,13 @@ def written_out(query, key, value, is_causal):
     return weights @ value / torch.where(total > 0, total, 1.0)
 
 
-@pytest.mark.parametrize("n", [1, 9, 64, 150])
+@pytest.mark.parametrize("n", [1, 5, 9, 64, 100, 150])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_equals_the_formula(n, is_causal):
-    tensors = inputs(n)
-    output = CosFormer(4, 2)(*tensors, is_causal=is_causal)
-    expected = torch.stack([written_out(*x, is_causal) for x in zip(*tensors, strict=True)])
-    torch.testing.assert_close(output, expected)
-
-
-@pytest.mark.parametrize("n", [9, 150])
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_padded_is_truncated_in_outputs_and_gradients(n, is_causal):
-    """Positions and the length are those of the real tokens; what is masked may be NaN."""
-    mask = masks(n)
-    padded = [x.masked_fill(~mask[:, None, :, None], torch.nan) for x in inputs(n)]
-    padded = [x.requires_grad_() for x in padded]
-    output = CosFormer(4, 2)(*padded, key_mask=mask, query_mask=mask, is_causal=is_causal)
-    output.transpose(1, 2)[mask].square().sum().backward()
-    for row, real in enumerate(mask):
-        short = [x.detach()[row][:, real].requires_grad_() for x in padded]
-        expected = written_out(*short, is_causal)
-        torch.testing.assert_close(output[row][:, real], expected)
-        expected.square().sum().backward()
-        for x, y in zip(padded, short, strict=True):
-            torch.testing.assert_close(x.grad[row][:, real], y.grad)
-            assert not x.grad[row][:, ~real].any()
+    tensors = [x.requires_grad_() for x in inputs(n)]
+    got = gradients(lambda: CosFormer(4, 2)(*tensors, is_causal=is_causal), tensors)
+    rows = [written_out(*x, is_causal) for x in zip(*tensors, strict=True)]
+    torch.testing.assert_close(got, gradients(lambda: torch.stack(rows), tensors))
 
 
 @pytest.mark.parametrize("num_queries", [1, 4, 8])
@@ -110,39 +85,3 @@ def test_gradients(is_causal):
     tensors = [x.requires_grad_() for x in inputs(4, batch=1)]
     attention = CosFormer(4, 2)
     assert torch.autograd.gradcheck(lambda *x: attention(*x, is_causal=is_causal), tensors)
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_16_bits_lose_only_the_rounding_of_inputs_and_output(is_causal):
-    tensors = [x.bfloat16() for x in inputs(500)]
-    output = CosFormer(4, 2)(*tensors, is_causal=is_causal)
-    assert output.dtype == torch.bfloat16
-    exact = CosFormer(4, 2)(*(x.double() for x in tensors), is_causal=is_causal)
-    torch.testing.assert_close(output.double(), exact, rtol=2**-8, atol=1e-5)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(CosFormer(4, 2)(*(x.float() for x in tensors), is_causal=is_causal), output)
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_compiles_in_one_graph(is_causal):
-    torch._dynamo.reset()  # every baseline is compiled through the same forward, and variants are limited
-    attention, tensors, mask = CosFormer(4, 2), inputs(70), masks(70)
-    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
-    expected = attention(*tensors, key_mask=mask, is_causal=is_causal)
-    torch.testing.assert_close(compiled(*tensors, key_mask=mask, is_causal=is_causal), expected)
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_empty_sequences(is_causal):
-    query, key, value = inputs()
-    output = CosFormer(4, 2)(query, key[:, :, :0], value[:, :, :0], is_causal=is_causal)
-    assert torch.equal(output, torch.zeros(3, 2, 9, 5, dtype=torch.float64))
-    assert CosFormer(4, 2)(query[:, :, :0], key, value, is_causal=is_causal).shape == (3, 2, 0, 5)
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_memory_is_linear(is_causal):
-    tensors = [torch.randn(1, 1, 4096, 32, requires_grad=True) for _ in range(3)]
-    with Largest() as largest:
-        CosFormer(32, 1)(*tensors, is_causal=is_causal).sum().backward()
-    assert largest.numel <= 4096 * 64

@@ -5,7 +5,6 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import Largest
 
 from schoenbat.baselines.nystromformer import Nystromformer
 
@@ -13,12 +12,6 @@ from schoenbat.baselines.nystromformer import Nystromformer
 def inputs(n=30, num_queries=None, batch=3, dtype=torch.float64):
     shapes = (num_queries or n, 4), (n, 4), (n, 5)
     return [torch.randn(batch, 2, *shape, dtype=dtype) for shape in shapes]
-
-
-def masks(n):
-    """With holes, padded on the left, padded on the right."""
-    place = torch.arange(n)
-    return torch.stack([place % 3 != 1, place >= n // 3, place < n // 6])
 
 
 def segment_means(x, count):
@@ -53,7 +46,7 @@ def written_out(query, key, value, landmarks, iterations=6):
     return softmax(query, keys) @ (inverse @ (softmax(queries, key) @ value))
 
 
-@pytest.mark.parametrize("n", [1, 8, 9, 30, 64])
+@pytest.mark.parametrize("n", [1, 5, 8, 9, 20, 30, 64])
 @pytest.mark.parametrize("iterations", [1, 6])
 def test_equals_the_formula(n, iterations):
     tensors = inputs(n)
@@ -93,40 +86,6 @@ def test_every_matrix_is_inverted_by_itself():
     torch.testing.assert_close(together[:3], Nystromformer(4, 2, num_landmarks=8)(*tensors))
 
 
-@pytest.mark.parametrize("conv_kernel_size", [None, 3])
-def test_padded_is_truncated_in_outputs_and_gradients(conv_kernel_size):
-    """One sequence of the batch is shorter than the landmarks are many."""
-    mask = masks(30)
-    if conv_kernel_size is not None:  # a convolution takes holes for what they are: places of value zero
-        mask[0] = torch.arange(30) < 20
-    attention = Nystromformer(4, 2, num_landmarks=8, conv_kernel_size=conv_kernel_size).double()
-    padded = [x.masked_fill(~mask[:, None, :, None], torch.nan) for x in inputs()]
-    padded = [x.requires_grad_() for x in padded]
-    output = attention(*padded, key_mask=mask, query_mask=mask)
-    output.transpose(1, 2)[mask].square().sum().backward()
-    for row, real in enumerate(mask):
-        short = [x.detach()[row : row + 1, :, real].requires_grad_() for x in padded]
-        expected = attention(*short)
-        torch.testing.assert_close(output[row : row + 1, :, real], expected)
-        if conv_kernel_size is None:
-            torch.testing.assert_close(expected[0], written_out(*(x[0] for x in short), 8))
-        expected.square().sum().backward()
-        for x, y in zip(padded, short, strict=True):
-            torch.testing.assert_close(x.grad[row : row + 1, :, real], y.grad)
-            assert not x.grad[row][:, ~real].any()
-
-
-def test_rows_without_a_key_give_zeros_and_finite_gradients():
-    mask = torch.tensor([True, False, True])[:, None].expand(3, 30)
-    tensors = [x.requires_grad_() for x in inputs()]
-    output = Nystromformer(4, 2, num_landmarks=8)(*tensors, key_mask=mask)
-    assert not output[1].any()
-    assert output[0].any()
-    output.square().sum().backward()
-    for x in tensors:
-        assert x.grad.isfinite().all()
-
-
 def test_the_convolution_is_added():
     attention = Nystromformer(4, 2, num_landmarks=8, conv_kernel_size=3).double()
     query, key, value = inputs()
@@ -144,11 +103,6 @@ def test_the_convolution_is_for_self_attention_only():
         attention(*inputs(num_queries=7))
     with pytest.raises(ValueError, match="must be odd"):
         Nystromformer(4, 2, conv_kernel_size=4)
-
-
-def test_it_has_no_causal_form():
-    with pytest.raises(ValueError, match="no causal form"):
-        Nystromformer(4, 2)(*inputs(), is_causal=True)
 
 
 @pytest.mark.parametrize("num_landmarks", [3, 8])
@@ -169,39 +123,6 @@ def test_the_convolution_is_saved():
     assert not torch.allclose(first(*tensors), second(*tensors))
     second.load_state_dict(first.state_dict())
     assert torch.equal(first(*tensors), second(*tensors))
-
-
-@pytest.mark.parametrize("n", [8, 500])
-def test_16_bits_lose_only_the_rounding_of_inputs_and_output(n):
-    attention, tensors = Nystromformer(4, 2, num_landmarks=8), [x.bfloat16() for x in inputs(n)]
-    output = attention(*tensors)
-    assert output.dtype == torch.bfloat16
-    exact = attention(*(x.double() for x in tensors))
-    torch.testing.assert_close(output.double(), exact, rtol=2**-8, atol=1e-4)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(attention(*(x.float() for x in tensors)), output)
-
-
-def test_compiles_in_one_graph():
-    torch._dynamo.reset()  # every baseline is compiled through the same forward, and variants are limited
-    attention, tensors, mask = Nystromformer(4, 2, num_landmarks=8), inputs(), masks(30)
-    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
-    expected = attention(*tensors, key_mask=mask, query_mask=mask)
-    torch.testing.assert_close(compiled(*tensors, key_mask=mask, query_mask=mask), expected)
-
-
-def test_empty_sequences():
-    attention, (query, key, value) = Nystromformer(4, 2, num_landmarks=8), inputs()
-    output = attention(query, key[:, :, :0], value[:, :, :0])
-    assert torch.equal(output, torch.zeros(3, 2, 30, 5, dtype=torch.float64))
-    assert attention(query[:, :, :0], key, value).shape == (3, 2, 0, 5)
-
-
-def test_memory_is_linear():
-    tensors = [torch.randn(1, 1, 4096, 32, requires_grad=True) for _ in range(3)]
-    with Largest() as largest:
-        Nystromformer(32, 1)(*tensors).sum().backward()
-    assert largest.numel <= 4096 * 128
 
 
 def test_it_needs_a_landmark():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import Largest
+from oracle import gradients
 
 from schoenbat.baselines.performer import Performer
 
@@ -11,12 +11,6 @@ from schoenbat.baselines.performer import Performer
 def inputs(n=9, num_queries=None, batch=3, dtype=torch.float64):
     shapes = (num_queries or n, 4), (n, 4), (n, 5)
     return [torch.randn(batch, 2, *shape, dtype=dtype) for shape in shapes]
-
-
-def masks(n):
-    """With holes, padded on the left, padded on the right."""
-    place = torch.arange(n)
-    return torch.stack([place % 3 != 1, place >= n // 3, place < (n + 1) // 2])
 
 
 def written_out(attention, query, key, value, is_causal):
@@ -29,12 +23,13 @@ def written_out(attention, query, key, value, is_causal):
     return (weights @ value) / weights.sum(-1, keepdim=True)
 
 
-@pytest.mark.parametrize("n", [1, 9, 64, 150])
+@pytest.mark.parametrize("n", [1, 5, 9, 64, 100, 150])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_equals_the_formula(n, is_causal):
-    attention, tensors = Performer(4, 2, num_features=10), inputs(n)
-    output = attention(*tensors, is_causal=is_causal)
-    torch.testing.assert_close(output, written_out(attention, *tensors, is_causal))
+    attention, tensors = Performer(4, 2, num_features=10), [x.requires_grad_() for x in inputs(n)]
+    got = gradients(lambda: attention(*tensors, is_causal=is_causal), tensors)
+    expected = gradients(lambda: written_out(attention, *tensors, is_causal), tensors)
+    torch.testing.assert_close(got, expected)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -84,24 +79,6 @@ def test_directions_are_normal_and_orthogonal_in_blocks():
     assert (many.pow(4).mean() - 3).abs() < 5 * (96 / many.numel()) ** 0.5
 
 
-@pytest.mark.parametrize("n", [9, 150])
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_padded_is_truncated_in_outputs_and_gradients(n, is_causal):
-    attention, mask = Performer(4, 2, num_features=16), masks(n)
-    padded = [x.masked_fill(~mask[:, None, :, None], torch.nan) for x in inputs(n)]
-    padded = [x.requires_grad_() for x in padded]
-    output = attention(*padded, key_mask=mask, query_mask=mask, is_causal=is_causal)
-    output.transpose(1, 2)[mask].square().sum().backward()
-    for row, real in enumerate(mask):
-        short = [x.detach()[row : row + 1, :, real].requires_grad_() for x in padded]
-        expected = written_out(attention, *short, is_causal)
-        torch.testing.assert_close(output[row : row + 1, :, real], expected)
-        expected.square().sum().backward()
-        for x, y in zip(padded, short, strict=True):
-            torch.testing.assert_close(x.grad[row : row + 1, :, real], y.grad)
-            assert not x.grad[row][:, ~real].any()
-
-
 @pytest.mark.parametrize("num_queries", [1, 4, 12])
 def test_the_last_query_is_aligned_with_the_last_key(num_queries):
     attention = Performer(4, 2)
@@ -122,18 +99,6 @@ def test_a_query_does_not_see_the_future():
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_rows_without_a_key_give_zeros_and_finite_gradients(is_causal):
-    key_mask = torch.tensor([[1] * 9, [0] * 4 + [1] * 5, [0] * 9], dtype=torch.bool)
-    tensors = [x.requires_grad_() for x in inputs()]
-    output = Performer(4, 2)(*tensors, key_mask=key_mask, is_causal=is_causal)
-    assert not output[2].any()
-    assert output[1, :, :4].any() != is_causal
-    output.square().sum().backward()
-    for x in tensors:
-        assert x.grad.isfinite().all()
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
 def test_gradients(is_causal):
     attention = Performer(4, 2, num_features=8)
     tensors = [x.requires_grad_() for x in inputs(4, batch=1)]
@@ -150,48 +115,6 @@ def test_the_directions_are_drawn_from_the_seed_and_saved():
     assert torch.equal(first(*tensors), other(*tensors))
     other.redraw(2)
     assert torch.equal(other(*tensors), Performer(4, 2, seed=2)(*tensors))
-
-
-def test_a_cast_to_half_precision_leaves_the_directions():
-    attention = Performer(4, 2)
-    assert torch.equal(attention.bfloat16().directions, Performer(4, 2).directions)
-    assert attention.double().directions.dtype == torch.float64
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_16_bits_lose_only_the_rounding_of_inputs_and_output(is_causal):
-    attention, tensors = Performer(4, 2), [x.bfloat16() for x in inputs(500)]
-    output = attention(*tensors, is_causal=is_causal)
-    assert output.dtype == torch.bfloat16
-    exact = attention(*(x.double() for x in tensors), is_causal=is_causal)
-    torch.testing.assert_close(output.double(), exact, rtol=2**-8, atol=1e-5)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(attention(*(x.float() for x in tensors), is_causal=is_causal), output)
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_compiles_in_one_graph(is_causal):
-    torch._dynamo.reset()  # every baseline is compiled through the same forward, and variants are limited
-    attention, tensors, mask = Performer(4, 2), inputs(70), masks(70)
-    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
-    expected = attention(*tensors, key_mask=mask, is_causal=is_causal)
-    torch.testing.assert_close(compiled(*tensors, key_mask=mask, is_causal=is_causal), expected)
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_empty_sequences(is_causal):
-    query, key, value = inputs()
-    output = Performer(4, 2)(query, key[:, :, :0], value[:, :, :0], is_causal=is_causal)
-    assert torch.equal(output, torch.zeros(3, 2, 9, 5, dtype=torch.float64))
-    assert Performer(4, 2)(query[:, :, :0], key, value, is_causal=is_causal).shape == (3, 2, 0, 5)
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_memory_is_linear(is_causal):
-    tensors = [torch.randn(1, 1, 4096, 32, requires_grad=True) for _ in range(3)]
-    with Largest() as largest:
-        Performer(32, 1)(*tensors, is_causal=is_causal).sum().backward()
-    assert largest.numel <= 4096 * 128
 
 
 def test_it_needs_a_feature():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from oracle import Largest
+from oracle import gradients
 
 from schoenbat.baselines.skyformer import Skyformer
 
@@ -10,12 +10,6 @@ from schoenbat.baselines.skyformer import Skyformer
 def inputs(n=30, num_queries=None, batch=3, dtype=torch.float64):
     shapes = (num_queries or n, 4), (n, 4), (n, 5)
     return [torch.randn(batch, 2, *shape, dtype=dtype) for shape in shapes]
-
-
-def masks(n):
-    """With holes, padded on the left, padded on the right."""
-    place = torch.arange(n)
-    return torch.stack([place % 3 != 1, place >= n // 3, place < n // 6])
 
 
 def gaussian(x, y):
@@ -52,12 +46,16 @@ def written_out(attention, query, key, value):
     return gaussian(query, landmarks) @ inverse @ gaussian(landmarks, key) @ value
 
 
-@pytest.mark.parametrize("n", [1, 8, 9, 30, 64])
+@pytest.mark.parametrize("n", [1, 5, 8, 9, 20, 30, 64])
 @pytest.mark.parametrize("iterations", [1, 6])
 def test_equals_the_formula(n, iterations):
-    attention, tensors = Skyformer(4, 2, num_landmarks=8, iterations=iterations, seed=3).eval(), inputs(n)
-    expected = [written_out(attention, *x) for x in zip(*tensors, strict=True)]
-    torch.testing.assert_close(attention(*tensors), torch.stack(expected))
+    attention = Skyformer(4, 2, num_landmarks=8, iterations=iterations, seed=3).eval()
+    tensors = [x.requires_grad_() for x in inputs(n)]
+    rows = [written_out(attention, *x) for x in zip(*tensors, strict=True)]
+    got, expected = (
+        gradients(call, tensors) for call in (lambda: attention(*tensors), lambda: torch.stack(rows))
+    )
+    torch.testing.assert_close(got, expected)
 
 
 @pytest.mark.parametrize(("num_queries", "n"), [(3, 30), (30, 3), (1, 1)])
@@ -114,85 +112,10 @@ def test_the_choice_is_drawn_from_the_seed_and_saved():
     assert torch.equal(first(*tensors), other(*tensors))
 
 
-def test_a_cast_to_half_precision_leaves_the_choice():
-    attention = Skyformer(4, 2)
-    assert torch.equal(attention.bfloat16().offsets, Skyformer(4, 2).offsets)
-
-
-def test_padded_is_truncated_in_outputs_and_gradients():
-    """One sequence of the batch is shorter than the landmarks are many."""
-    attention, mask = Skyformer(4, 2, num_landmarks=8).eval(), masks(30)
-    padded = [x.masked_fill(~mask[:, None, :, None], torch.nan) for x in inputs()]
-    padded = [x.requires_grad_() for x in padded]
-    output = attention(*padded, key_mask=mask, query_mask=mask)
-    output.transpose(1, 2)[mask].square().sum().backward()
-    for row, real in enumerate(mask):
-        short = [x.detach()[row][:, real].requires_grad_() for x in padded]
-        expected = written_out(attention, *short)
-        torch.testing.assert_close(output[row][:, real], expected)
-        expected.square().sum().backward()
-        for x, y in zip(padded, short, strict=True):
-            torch.testing.assert_close(x.grad[row][:, real], y.grad)
-            assert not x.grad[row][:, ~real].any()
-
-
-def test_rows_without_a_key_give_zeros_and_finite_gradients():
-    mask = torch.tensor([True, False, True])[:, None].expand(3, 30)
-    tensors = [x.requires_grad_() for x in inputs()]
-    output = Skyformer(4, 2, num_landmarks=8)(*tensors, key_mask=mask)
-    assert not output[1].any()
-    assert output[0].any()
-    output.square().sum().backward()
-    for x in tensors:
-        assert x.grad.isfinite().all()
-
-
-def test_it_has_no_causal_form():
-    with pytest.raises(ValueError, match="no causal form"):
-        Skyformer(4, 2)(*inputs(), is_causal=True)
-
-
 @pytest.mark.parametrize("num_landmarks", [3, 8])
 def test_gradients(num_landmarks):
     attention = Skyformer(4, 2, num_landmarks=num_landmarks).eval()
     assert torch.autograd.gradcheck(attention, [x.requires_grad_() for x in inputs(7, batch=1)])
-
-
-@pytest.mark.parametrize("n", [8, 500])
-def test_16_bits_lose_only_the_rounding_of_inputs_and_output(n):
-    attention, tensors = Skyformer(4, 2).eval(), [x.bfloat16() for x in inputs(n)]
-    output = attention(*tensors)
-    assert output.dtype == torch.bfloat16
-    exact = attention(*(x.double() for x in tensors))
-    torch.testing.assert_close(output.double(), exact, rtol=2**-8, atol=2e-4)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(attention(*(x.float() for x in tensors)), output)
-
-
-@pytest.mark.parametrize("training", [False, True])
-def test_compiles_in_one_graph(training):
-    torch._dynamo.reset()  # every baseline is compiled through the same forward, and variants are limited
-    attention, tensors, mask = Skyformer(4, 2, num_landmarks=8).train(training), inputs(), masks(30)
-    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
-    masked = {"key_mask": mask, "query_mask": mask}
-    torch.manual_seed(0)
-    expected = attention(*tensors, **masked)
-    torch.manual_seed(0)
-    torch.testing.assert_close(compiled(*tensors, **masked), expected)
-
-
-def test_empty_sequences():
-    attention, (query, key, value) = Skyformer(4, 2, num_landmarks=8), inputs()
-    output = attention(query, key[:, :, :0], value[:, :, :0])
-    assert torch.equal(output, torch.zeros(3, 2, 30, 5, dtype=torch.float64))
-    assert attention(query[:, :, :0], key, value).shape == (3, 2, 0, 5)
-
-
-def test_memory_is_linear():
-    tensors = [torch.randn(1, 1, 4096, 32, requires_grad=True) for _ in range(3)]
-    with Largest() as largest:
-        Skyformer(32, 1)(*tensors).sum().backward()
-    assert largest.numel <= 4096 * 128
 
 
 def test_options_are_checked():
