@@ -794,6 +794,7 @@ def test_nan_rows_stay_where_they_are():
         ({"scale": -1.0}, "scale must be positive"),
         ({"scale": math.nan}, "scale must be positive and finite"),
         ({"scale": math.inf}, "scale must be positive and finite"),
+        ({"scale": torch.tensor(1.0)}, r"scale must be a number or None, got tensor\(1.\) of type Tensor"),
     ],
 )
 def test_bad_options_are_errors_that_name_the_problem(options, message):

@@ -125,6 +125,13 @@ def test_coefficients_are_cached_and_cannot_be_spoilt() -> None:
         assert kernel("inv").coefficients(7).device.type == "cpu"
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_values_are_taken_of_tensors(name: str) -> None:
+    for call in (kernel(name), kernel(name).log):
+        with pytest.raises(TypeError, match=r"x must be a tensor, got 0\.5 of type float"):
+            call(0.5)
+
+
 @pytest.mark.parametrize(("max_degree", "error"), [(-1, ValueError), (2.0, TypeError), (True, TypeError)])
 def test_max_degree_must_be_a_natural_number(max_degree: object, error: type[Exception]) -> None:
     with pytest.raises(error, match=f"max_degree must be .* got {max_degree}"):

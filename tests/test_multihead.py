@@ -263,6 +263,8 @@ def test_layouts():
         close(own, weights[1])
     with pytest.raises(ValueError, match="2 or 3 dimensions"):
         first(*(3 * [x[None]]))
+    with pytest.raises(ValueError, match=r"a query of width 16 .* got \(3, 7, 6\)$"):
+        first(*(3 * [x[..., :6]]))
 
 
 @pytest.mark.parametrize("dtype", ["bool", "float"])
@@ -478,6 +480,23 @@ def test_weights_are_wanted_or_not():
 def test_widths_and_heads_follow_from_the_embedding(name):
     with pytest.raises(ValueError, match=f"{name} follows from embed_dim and num_heads here, got 2"):
         make(**{name: 2})
+
+
+@pytest.mark.parametrize("least", [-1e4, -1e9, torch.finfo(torch.float32).min, -math.inf])
+def test_where_a_padding_mask_is_not_looked_at_what_softmax_makes_zero_of_is_ignored(least):
+    module, x, ignored = make(), inputs(), padding(4, 7, 5)
+    expected, _ = module(x, x, x, key_padding_mask=ignored)
+    mask = torch.zeros(ignored.shape).masked_fill(ignored, least)
+    compiled = torch.compile(module, fullgraph=True, backend="eager")
+    out, _ = compiled(x, x, x, key_padding_mask=mask)
+    torch.testing.assert_close(out, expected)
+
+
+def test_a_mask_of_biases_is_told_why_it_is_refused():
+    module, x = make(), inputs()
+    mask = causal_mask(LENGTH).masked_fill(causal_mask(LENGTH) < 0, -1e9)
+    with pytest.raises(ValueError, match=r"nor can biases other than 0 and -inf"):
+        module(x, x, x, attn_mask=mask)
 
 
 def test_bad_padding_masks_are_errors():

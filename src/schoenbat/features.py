@@ -302,7 +302,9 @@ def reseed(model: nn.Module, seed: int) -> None:
 def planned_scale(kernel: DotProductKernel, head_dim: int, scale: float | None) -> float:
     """The scale as a float (None: 1/√d), after checking that unit rows stay inside the kernel's radius."""
     value = 1 / math.sqrt(head_dim) if scale is None else scale
-    if not isinstance(value, numbers.Real) or not (math.isfinite(value) and value > 0):
+    if not isinstance(value, numbers.Real):
+        raise ValueError(f"scale must be a number or None, got {scale!r} of type {type(scale).__name__}")
+    if not (math.isfinite(value) and value > 0):
         raise ValueError(f"scale must be positive and finite, got {scale!r}")
     value = float(value)
     if value >= kernel.radius:

@@ -52,7 +52,7 @@ class DotProductKernel:
         >>> kernel("exp")(torch.zeros(2, 3)).shape
         torch.Size([2, 3])
         """
-        return self._inside_radius(x, self._function(x))
+        return self._inside_radius(x, self._function(_tensor(x)))
 
     def log(self, x: Tensor) -> Tensor:
         """log f(x), elementwise; NaN where x ≥ radius or f(x) < 0. For "exp" it is x, which cannot overflow.
@@ -62,7 +62,7 @@ class DotProductKernel:
         >>> kernel("exp").log(torch.tensor([1000.0]))
         tensor([1000.])
         """
-        return self._inside_radius(x, self._logarithm(x))
+        return self._inside_radius(x, self._logarithm(_tensor(x)))
 
     @property
     def is_exponential(self) -> bool:
@@ -173,6 +173,12 @@ def _for_each_query_head(key: Tensor, query: Tensor) -> Tensor:
     if not key.shape[-3] or query.shape[-3] % key.shape[-3]:
         raise ValueError(f"{query.shape[-3]} query heads cannot share {key.shape[-3]} key heads evenly")
     return key.repeat_interleave(query.shape[-3] // key.shape[-3], dim=-3)
+
+
+def _tensor(x: Any) -> Tensor:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x must be a tensor, got {x!r} of type {type(x).__name__}")
+    return x
 
 
 # Floats, not a tensor: one that was made under a fake-tensor mode would be served to everybody afterwards.

@@ -11,6 +11,9 @@ from schoenbat.ops.keeping import is_concrete
 from schoenbat.options import check_count, check_dtype, check_flag, check_number
 from schoenbat.packed import refuse_mask_beside_jagged
 
+# Of masks that are given in float16, too, whose least number is -65504.
+_AS_GOOD_AS_MINUS_INFINITY = -1e4
+
 
 class MultiheadSchoenbAt(nn.MultiheadAttention):
     """`nn.MultiheadAttention` with linear attention inside: constructor, call, masks and weights are its own.
@@ -197,8 +200,8 @@ class MultiheadSchoenbAt(nn.MultiheadAttention):
         for (name, width), x in zip(widths.items(), (query, key, value), strict=True):
             if x.dim() not in (2, 3) or x.dim() != query.dim() or x.shape[-1] != width:
                 raise ValueError(
-                    f"expected a {name} of 2 or 3 dimensions, as many as the query's, and of width {width}, "
-                    f"got {tuple(x.shape)} beside {tuple(query.shape)}"
+                    f"expected a {name} of width {width} and of 2 or 3 dimensions, as many as the query's, "
+                    f"got {tuple(x.shape)}" + (f" beside {tuple(query.shape)}" if x is not query else "")
                 )
         # Under autocast the projections bring all of them to one dtype.
         if not torch.is_autocast_enabled(query.device.type) and query.dtype != self.out_proj.weight.dtype:
@@ -266,6 +269,7 @@ def _key_mask(key_padding_mask: Tensor | None, keys: torch.Size) -> Tensor | Non
     """True = ignore, or 0 / −inf, becomes True = takes part.
 
     Only on the CPU is it looked at whether a mask holds nothing else: a GPU would have to be waited for.
+    Where it is not, what softmax would make zero of counts as −inf.
     """
     if key_padding_mask is None:
         return None
@@ -275,10 +279,13 @@ def _key_mask(key_padding_mask: Tensor | None, keys: torch.Size) -> Tensor | Non
         )
     if key_padding_mask.dtype == torch.bool:
         return ~key_padding_mask
-    ignored = key_padding_mask.isneginf()
-    if _may_look(key_padding_mask) and not bool((ignored | (key_padding_mask == 0)).all()):
+    if _may_look(key_padding_mask) and not _is_of_zero_and_minus_infinity(key_padding_mask):
         raise ValueError("a float key_padding_mask must hold 0 and -inf only: other biases need the weights")
-    return ~ignored
+    return ~(key_padding_mask <= _AS_GOOD_AS_MINUS_INFINITY)
+
+
+def _is_of_zero_and_minus_infinity(mask: Tensor) -> bool:
+    return bool((mask.isneginf() | (mask == 0)).all())
 
 
 def _check_size(attn_mask: Tensor, maps: int, queries: int, keys: int) -> None:
@@ -307,7 +314,7 @@ def _is_causal_mask(attn_mask: Tensor) -> bool:
     if torch.compiler.is_compiling():
         raise ValueError(f"the values of attn_mask cannot be looked at under torch.compile; {advice}")
     masked = attn_mask if attn_mask.dtype == torch.bool else attn_mask.isneginf()
-    known = attn_mask.dtype == torch.bool or bool((masked | (attn_mask == 0)).all())
+    known = attn_mask.dtype == torch.bool or _is_of_zero_and_minus_infinity(attn_mask)
     if known and not masked.any():
         return False
     rows, columns = attn_mask.shape[-2:]
@@ -317,7 +324,7 @@ def _is_causal_mask(attn_mask: Tensor) -> bool:
     aligned = "" if rows == columns else " with the last query aligned with the last key"
     raise ValueError(
         f"attn_mask of shape {tuple(attn_mask.shape)} is not causal{aligned}, and a dense mask cannot be "
-        f"applied in linear time; {advice}"
+        f"applied in linear time{'' if known else ' (nor can biases other than 0 and -inf)'}; {advice}"
     )
 
 
