@@ -13,7 +13,7 @@ from schoenbat.kernels import DotProductKernel
 from schoenbat.kernels import kernel as get_kernel
 from schoenbat.ops import dispatch, exact
 from schoenbat.ops.blocks import FeatureMap
-from schoenbat.ops.eager_causal import Before, Sums
+from schoenbat.ops.sums import Before, Sums
 from schoenbat.ops.unit_rows import UnitRows
 from schoenbat.options import check_count, check_dtype, check_flag
 from schoenbat.packed import attend_jagged, refuse_mask_beside_jagged

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from schoenbat.ops.blocks import FeatureMap
-from schoenbat.ops.eager_causal import Before, Sums
 from schoenbat.ops.operators import as_operators
+from schoenbat.ops.sums import Before, Sums
 from schoenbat.ops.unit_rows import UnitRows
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from schoenbat.ops import fused
 from schoenbat.ops.blocks import FeatureMap
-from schoenbat.ops.eager_causal import Before, Sums
 from schoenbat.ops.reference import of_no_query
+from schoenbat.ops.sums import Before, Sums
 from schoenbat.ops.unit_rows import UnitRows
 from schoenbat.ops.window import Window, map_rows
 
