@@ -13,8 +13,9 @@ from schoenbat.inputs import Arranged, arrange, arrange_per_head, arrange_scale
 from schoenbat.ops import dispatch, window, window_fused
 from schoenbat.ops.blocks import FeatureMap
 from schoenbat.ops.keeping import is_concrete
+from schoenbat.ops.near_and_far import Window
 from schoenbat.ops.unit_rows import UnitRows
-from schoenbat.ops.window import Carried, Window
+from schoenbat.ops.window import Carried
 from schoenbat.ops.window_fused import Remembered
 from schoenbat.options import check_count, check_flag
 from schoenbat.precision import without_autocast

@@ -13,6 +13,7 @@ from schoenbat.ops import eager, eager_causal, fused, library, reference
 from schoenbat.ops.blocks import FeatureMap
 from schoenbat.ops.eager import Summary
 from schoenbat.ops.eager_causal import Inputs
+from schoenbat.ops.no_queries import of_no_query
 from schoenbat.ops.operators import as_operators
 from schoenbat.ops.sums import Before, Sums, key_count, nothing_before
 from schoenbat.ops.unit_rows import UnitRows
@@ -62,7 +63,7 @@ def attend(
         obstacle = fused.obstacle(query) or fused.state_obstacle(before.sums, feature_map)
         chosen = choose_with_sums(implementation, obstacle, query)
     if not query.shape[-2] and before is None:
-        return reference.of_no_query(query, key, value)
+        return of_no_query(query, key, value)
     if chosen == "triton":
         inputs = query, key, value, mask, feature_map, query_scale, unit_rows
         return fused.attend_causal(*inputs, before) if is_causal else fused.attend(*inputs)
