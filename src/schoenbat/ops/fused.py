@@ -120,7 +120,7 @@ def attend_causal(
     before: Before | None,
 ) -> Tensor:
     from schoenbat.ops.triton import library
-    from schoenbat.ops.triton.launch_causal import keys_seen
+    from schoenbat.ops.triton.call import keys_seen
 
     plan, trained, flags = lay_out_causal(query, key, value, feature_map, before)
     small = plan, trained, feature_map.coefficients, query_scale, flags, feature_map.key_scale

@@ -21,6 +21,7 @@ from schoenbat import MaclaurinFeatures
 from schoenbat.ops.triton import launch_degrees, launch_hopper, launch_sums
 from schoenbat.ops.triton import plan as plan_module
 from schoenbat.ops.triton import tiles as tiles_module
+from schoenbat.ops.triton.axis import Axis, num_parts
 from schoenbat.ops.triton.call import Shape, Unit
 from schoenbat.ops.triton.hopper import bidirectional_wide, degrees, degrees_backward
 from schoenbat.ops.triton.kernels import (
@@ -37,7 +38,6 @@ from schoenbat.ops.triton.kernels import (
     window_backward,
 )
 from schoenbat.ops.triton.launch import parts_of_sums
-from schoenbat.ops.triton.launch_causal import Axis, num_parts
 from schoenbat.ops.triton.launch_decode import NEAR_KEYS
 from schoenbat.ops.triton.plan import make_plan, narrowed, padded
 from schoenbat.ops.triton.tiles import (

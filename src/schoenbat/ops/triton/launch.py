@@ -13,17 +13,14 @@ from schoenbat.ops.triton import launch_degrees, launch_sums
 from schoenbat.ops.triton.call import Shape, Unit, as_rows, cdiv, flat, map_arguments, per_map, summary_shapes
 from schoenbat.ops.triton.hopper_calls import takes_degrees, takes_sums_of_pairs
 from schoenbat.ops.triton.kernels import bidirectional, bidirectional_sums
-from schoenbat.ops.triton.plan import Plan, padded
+from schoenbat.ops.triton.plan import Plan
+from schoenbat.ops.triton.programs import most_rows, split, sum_rows
 from schoenbat.ops.triton.tiles import (
     Tiles,
     tiles_of_gradients,
     tiles_of_read,
     tiles_of_sums,
 )
-
-# Two programs at a time for each of a large GPU's 132 multiprocessors; of two warps, twice as many fit.
-_PROGRAMS = 264
-_SUM_ROWS = 64
 
 
 def attend(
@@ -196,7 +193,7 @@ def finish_backward(
         *(keys, parts[0].shape[0] // heads, plan.num_features),
         HEADS=shape.heads,
         HAS_MASK=count is not None,
-        ROWS=_most_rows(plan),
+        ROWS=most_rows(plan),
         COLUMNS=16,
         BLOCK_D=shape.block_d,
         BLOCK_V=shape.block_v,
@@ -247,18 +244,6 @@ def _empty_summary(heads: int, shape: Shape, plan: Plan, like: Tensor, dtype: to
         like.new_empty(heads, *sums, dtype=dtype),
         *(like.new_empty(heads, *size, dtype=torch.float32) for size in rest),
     ]
-
-
-def sum_rows(plan: Plan, heads: int) -> int:
-    """How many rows of the sums a program adds up: fewer where that gives more multiprocessors work."""
-    rows = _most_rows(plan)
-    while rows > 16 and heads * cdiv(plan.num_features, rows) < _PROGRAMS:
-        rows //= 2
-    return rows
-
-
-def _most_rows(plan: Plan) -> int:
-    return min(_SUM_ROWS, padded(plan.num_features))
 
 
 def overlapping(like: Tensor) -> dict[str, bool]:
@@ -312,14 +297,6 @@ def parts_of_sums(plan: Plan) -> tuple[bool, int]:
     """Whether what has no group is a part of its own, and how many parts there are: see `summarize`."""
     separate = not plan.num_groups or (plan.num_groups > 1 and plan.identity)
     return separate, plan.num_groups + separate
-
-
-def split(pieces: int, others: int, tiles: Tiles) -> tuple[int, int]:
-    """How many programs share a sequence, how many pieces each has; `others`: how many more there are."""
-    programs = _PROGRAMS * (2 if tiles.num_warps == 2 else 1)
-    wanted = max(1, min(pieces, programs // max(1, others)))
-    each = cdiv(pieces, wanted)
-    return cdiv(pieces, each), each
 
 
 def _row_tiles(x: Tensor, tiles: Tiles) -> int:
