@@ -159,11 +159,11 @@ def lay_out(
     query: Tensor, feature_map: FeatureMap, dtype: torch.dtype, value_dim: int | None = None
 ) -> tuple[list[Tensor], list[Tensor], list[int]]:
     """The map as the kernels take it, and what of it is trained; with `value_dim` for bidirectional ones."""
-    from schoenbat.ops.triton import plan, tiles
+    from schoenbat.ops.triton import layout, plan, tiles
 
-    both, block_d = (feature_map.blocks, feature_map.weight), plan.padded(query.shape[-1])
+    both, block_d = (feature_map.blocks, feature_map.weight), layout.padded(query.shape[-1])
     trained = plan.trained_map(*both, block_d) if _is_trained(feature_map) else []
-    wide = value_dim is not None and tiles.takes_wide_groups(query, dtype, plan.padded(value_dim))
+    wide = value_dim is not None and tiles.takes_wide_groups(query, dtype, layout.padded(value_dim))
     form = value_dim is not None, wide and not trained  # see `plan.narrowed`
     with torch.no_grad():  # gradients go to what is trained, not through the plan
         planned = plan.plan_for(*both, dtype, block_d, *form)

@@ -39,7 +39,8 @@ from schoenbat.ops.triton.kernels import (
 )
 from schoenbat.ops.triton.launch import parts_of_sums
 from schoenbat.ops.triton.launch_decode import NEAR_KEYS
-from schoenbat.ops.triton.plan import make_plan, narrowed, padded
+from schoenbat.ops.triton.layout import padded
+from schoenbat.ops.triton.plan import make_plan, narrowed
 from schoenbat.ops.triton.tiles import (
     Tiles,
     causal_tiles_for,

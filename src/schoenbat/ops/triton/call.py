@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from schoenbat.ops.triton.plan import Plan, padded
+from schoenbat.ops.triton.layout import padded
+from schoenbat.ops.triton.plan import Plan
 from schoenbat.ops.triton.tiles import WIDE_TILES, Tiles, tiles_for
 
 

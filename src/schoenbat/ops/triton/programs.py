@@ -1,7 +1,8 @@
 """How many programs share the work."""
 
 from schoenbat.ops.triton.call import cdiv
-from schoenbat.ops.triton.plan import Plan, padded
+from schoenbat.ops.triton.layout import padded
+from schoenbat.ops.triton.plan import Plan
 from schoenbat.ops.triton.tiles import Tiles
 
 # Two programs at a time for each of a large GPU's 132 multiprocessors; of two warps, twice as many fit.
