@@ -18,6 +18,7 @@ from schoenbat.ops.triton.layout import GROUP, WIDE_GROUP, Counts, Form, layout_
 from schoenbat.ops.triton.shared_memory import is_roomy
 
 WIDEST_IDENTITY = 128
+NUM_TENSORS = 5  # of a plan
 
 
 class Plan(NamedTuple):
@@ -42,7 +43,7 @@ class Plan(NamedTuple):
 
     @property
     def tensors(self) -> list[Tensor]:
-        return list(self[:5])
+        return [self.tiles, self.root_weight, self.root_linear, self.degrees, self.first]
 
     @property
     def flags(self) -> list[int]:
