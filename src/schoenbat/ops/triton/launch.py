@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from schoenbat.ops.triton import launch_degrees, launch_sums
+from schoenbat.ops.triton import launch_bidirectional_hopper
 from schoenbat.ops.triton.call import Shape, Unit, as_rows, cdiv, flat, map_arguments, per_map, summary_shapes
 from schoenbat.ops.triton.hopper_calls import takes_degrees, takes_sums_of_pairs
 from schoenbat.ops.triton.kernels import bidirectional, bidirectional_sums
@@ -113,7 +113,7 @@ def read(
     q, tiles = as_rows(query), tiles_of_read(shape.tiles(plan), plan)
     out = query.new_empty(*query.shape[:-1], shape.value_dim)
     if out.numel() and takes_degrees(shape, plan, [q]):
-        launch_degrees.read(q, out, summary, shape, plan, coefficients, query_scale, unit)
+        launch_bidirectional_hopper.read(q, out, summary, shape, plan, coefficients, query_scale, unit)
     elif out.numel():
         splits, tiles_each = split(_row_tiles(q, tiles), q.shape[0] * q.shape[1], tiles)
         bidirectional.read[(splits * q.shape[0] * q.shape[1],)](
@@ -147,7 +147,7 @@ def read_backward(
     q, g = as_rows(query), as_rows(grad.to(query.dtype))
     if q.numel() and not trained and takes_degrees(shape, plan, [q, g]):
         small = shape, plan, coefficients, query_scale, unit
-        grad_query, to_scale, by_row = launch_degrees.read_backward(q, g, summary, *small)
+        grad_query, to_scale, by_row = launch_bidirectional_hopper.read_backward(q, g, summary, *small)
         parts = _summarize(q, g, None, by_row, shape, plan, query_scale, 1.0, unit)
         return grad_query.view(query.shape), to_scale.sum((0, 2)).view(query_scale.shape), parts, by_row
     sums, totals, key_mean, _ = summary
@@ -216,7 +216,7 @@ def key_backward(
     k, v = as_rows(key), as_rows(value)
     if k.numel() and takes_degrees(shape, plan, [k, v]):
         small = centre, shape, plan, key_scale, unit
-        grad_key, grad_value = launch_degrees.key_backward(k, v, mask, to_summary, *small)
+        grad_key, grad_value = launch_bidirectional_hopper.key_backward(k, v, mask, to_summary, *small)
         return [grad_key.view(key.shape), grad_value.view(value.shape)]
     grad_key, grad_value = k.new_empty(k.shape), v.new_empty(v.shape)
     if k.numel():
@@ -266,9 +266,9 @@ def _summarize(
     """Parts of Σφ(x) rowᵀ, Σφ(x) w, Σx u and Σrow, ``(B·H·splits, ...)``; see the kernel."""
     small = plan, query_scale, key_scale, unit
     if x.numel() and takes_degrees(shape, plan, [x, rows]):
-        return launch_degrees.summarize(x, rows, mask, by_row, shape, *small)
+        return launch_bidirectional_hopper.summarize_degrees(x, rows, mask, by_row, shape, *small)
     if x.numel() and takes_sums_of_pairs(shape, plan, [x, rows]):
-        return launch_sums.summarize(x, rows, mask, by_row, shape, *small)
+        return launch_bidirectional_hopper.summarize_pairs(x, rows, mask, by_row, shape, *small)
     batch, heads, n, _ = x.shape
     tiles = tiles_of_sums(shape.tiles(plan), shape.block_d, shape.block_v)
     separate, num_parts = parts_of_sums(plan)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from schoenbat.ops.triton import launch_hopper
+from schoenbat.ops.triton import launch_causal_hopper
 from schoenbat.ops.triton.axis import Axis
 from schoenbat.ops.triton.call import (
     Shape,
@@ -89,7 +89,7 @@ def attend(
         raise ValueError("a mask comes with what `keys_seen` makes of it")
     if count is None and q.numel() and k.numel() and goes_in_one_pass(shape, plan, q, k):
         small = plan, coefficients, query_scale, key_scale, unit
-        return launch_hopper.attend(query, key, value, mask, seen, *small)
+        return launch_causal_hopper.attend(query, key, value, mask, seen, *small)
     axis = Axis.of(q.shape[-2], k.shape[-2], shape, plan)
     call = Call(axis, shape, plan, mask, seen, state, count, query_scale, key_scale, unit)
     sums = _sums_of_keys(k, v, call)
@@ -158,7 +158,7 @@ def attend_backward(
     if count is None and not trained and k.numel() and goes_in_one_pass(shape, plan, q, k):
         inputs = grad, query, key, value, mask, seen, saved
         small = plan, coefficients, query_scale, key_scale, unit
-        by_head = launch_hopper.attend_backward(*inputs, *small)
+        by_head = launch_causal_hopper.attend_backward(*inputs, *small)
         return _as_given(by_head, query, key, value, query_scale), [], []
     axis = Axis.of(q.shape[-2], k.shape[-2], shape, plan)
     call = Call(axis, shape, plan, mask, seen, state, count, query_scale, key_scale, unit)

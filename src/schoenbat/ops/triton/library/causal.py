@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from schoenbat.ops.operators import direct_operator
-from schoenbat.ops.triton import launch_causal, launch_hopper, launch_map
+from schoenbat.ops.triton import launch_causal, launch_causal_hopper, launch_map
 from schoenbat.ops.triton.call import Shape, Unit, as_rows
 from schoenbat.ops.triton.hopper_calls import goes_in_one_pass
 from schoenbat.ops.triton.library.fakes import empty_gradients
@@ -51,7 +51,7 @@ def _(
     sums = query.new_empty(0, dtype=torch.float32)
     laid_out, shape, (q, k) = Plan.of(plan, flags), Shape.of(query, value), map(as_rows, (query, key))
     if count is None and q.numel() and k.numel() and goes_in_one_pass(shape, laid_out, q, k):
-        sums = launch_hopper.empty_sums(q, k, shape, laid_out)
+        sums = launch_causal_hopper.empty_sums(q, k, shape, laid_out)
     return [query.new_empty(*query.shape[:-1], value.shape[-1]), *by_row, sums]
 
 
