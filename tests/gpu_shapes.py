@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from schoenbat import MaclaurinFeatures, rmfa, rmfa_window
-from schoenbat.ops.triton import launch
+from schoenbat.ops.triton import programs
 
 WIDTHS = (16, 24, 32, 48, 64, 96, 128)
 FORMS = ("bidirectional", "causal", "window", "causal window", "trained", "causal trained")
@@ -135,7 +135,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.case is not None:
         # So few have several tiles, as in long sequences; of more, causal sequences have several segments.
-        for launch._PROGRAMS in (2,) if arguments.case.form == "bidirectional" else (2, 16):
+        for programs._PROGRAMS in (2,) if arguments.case.form == "bidirectional" else (2, 16):
             if problem := too_large(run(arguments.case)):
                 sys.exit(problem)
         return

@@ -29,7 +29,7 @@ from schoenbat import (
     rmfa_window,
     rmfa_window_step,
 )
-from schoenbat.ops.triton import launch, launch_degrees, launch_hopper
+from schoenbat.ops.triton import launch_bidirectional_hopper, launch_causal_hopper, programs
 
 TOOL = "compute-sanitizer"
 CONSTRUCTIONS = ("exact-low", "unbiased", "paper")
@@ -131,7 +131,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.map is not None:
         # So few that each has several tiles, as in long sequences.
-        launch._PROGRAMS, launch_degrees._PROGRAMS, launch_hopper._PROGRAMS = 2, 2, 4
+        programs._PROGRAMS = launch_bidirectional_hopper._PROGRAMS = 2
+        launch_causal_hopper._PROGRAMS = 4
         for name in calls(*MAPS[arguments.map]):
             print(name, flush=True)
         print(FINISHED)

@@ -248,12 +248,13 @@ def test_no_tensor_is_larger_than_the_sequence_asks_for(is_causal, monkeypatch):
 def run_backward(arranged, features, is_causal):
     from schoenbat.ops import eager, eager_causal
     from schoenbat.ops.blocks import Evaluator
+    from schoenbat.ops.sums import Sums, key_count
 
     query, key, value = arranged
     feature_map = features.map(torch.float32)
     blocks, scale = feature_map.blocks, torch.ones(query.shape[1], 1, 1, 1)
     evaluator = Evaluator(blocks, True)
-    count = eager.key_count(key, None)
+    count = key_count(key, None)
     summary = eager.summarize(key, value, None, blocks, 1.0)
     if not is_causal:
         eager.summarize_backward(summary, summary, key, value, None, evaluator, 1.0)
@@ -261,7 +262,7 @@ def run_backward(arranged, features, is_causal):
             value, query, summary, count.float(), feature_map.coefficients, scale, evaluator, True
         )
         return
-    zeros = eager_causal.Sums(*(torch.zeros_like(s) for s in summary))
+    zeros = Sums(*(torch.zeros_like(s) for s in summary))
     inputs = eager_causal.Inputs(query, key, value, None, 0 * count, *feature_map[:3], scale, 1.0)
     eager_causal.scan_backward(value, zeros, inputs, zeros, evaluator)
 

@@ -15,8 +15,8 @@ from schoenbat.inputs import arrange_mask, autocast_rounds, check_tensors, check
 from schoenbat.kernels import DotProductKernel
 from schoenbat.kernels import kernel as get_kernel
 from schoenbat.normalization import NORMALIZATIONS, PostSBN, PreSBN
+from schoenbat.ops.near_and_far import map_rows
 from schoenbat.ops.unit_rows import UnitRows
-from schoenbat.ops.window import map_rows
 from schoenbat.options import check_centring, check_count, check_flag, check_heads, check_sharded
 from schoenbat.packed import attend_packed, from_jagged, refuse_mask_beside_jagged, to_jagged
 from schoenbat.state import RMFAState, RMFAWindowState, State

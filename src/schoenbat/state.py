@@ -17,7 +17,7 @@ from schoenbat.inputs import (
     scale_for,
 )
 from schoenbat.ops import dispatch
-from schoenbat.ops.eager_causal import Before, Sums
+from schoenbat.ops.sums import Before, Sums
 from schoenbat.ops.window import Carried
 from schoenbat.ops.window_fused import Remembered
 from schoenbat.options import check_count, check_dtype

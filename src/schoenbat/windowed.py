@@ -12,8 +12,8 @@ from schoenbat.inputs import Arranged, arrange, arrange_per_head, check_window, 
 from schoenbat.ops import dispatch, window, window_fused
 from schoenbat.ops.blocks import FeatureMap
 from schoenbat.ops.keeping import is_concrete
+from schoenbat.ops.near_and_far import Window
 from schoenbat.ops.unit_rows import UnitRows
-from schoenbat.ops.window import Window
 from schoenbat.options import check_flag
 from schoenbat.precision import without_autocast
 from schoenbat.state import RMFAWindowState

@@ -7,7 +7,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from schoenbat import RMFAState, rmfa, rmfa_step
 from schoenbat.ops import eager, library
-from schoenbat.ops.eager_causal import Sums
+from schoenbat.ops.sums import Sums, key_count
 
 
 def arguments(construction, masked):
@@ -20,7 +20,7 @@ def arguments(construction, masked):
     maps = [m.detach().requires_grad_() for m in blocks.maps]
     coefficients = features.coefficients.detach().requires_grad_()
     weight = features.weight.detach().requires_grad_()
-    count = eager.key_count(key, mask)
+    count = key_count(key, mask)
     summary = [s.detach().requires_grad_() for s in eager.summarize(key, value, mask, blocks, 1.4)]
     sums = [s.detach().requires_grad_() for s in Sums(*summary)]
     return {

@@ -8,7 +8,7 @@ from oracle import Largest, assert_as_good_as_reference, gradients, make_map, po
 
 from schoenbat import SchoenbAt, kernelized_attention, rmfa, rmfa_window
 from schoenbat.ops import dispatch, reference, window
-from schoenbat.ops.window import Window
+from schoenbat.ops.near_and_far import Window
 from schoenbat.windowed import RMFAWindowState, rmfa_window_step
 
 

@@ -12,8 +12,10 @@ from torch import Tensor
 from schoenbat.ops import eager, eager_causal, fused, library, reference
 from schoenbat.ops.blocks import FeatureMap
 from schoenbat.ops.eager import Summary
-from schoenbat.ops.eager_causal import Before, Inputs, Sums
+from schoenbat.ops.eager_causal import Inputs
+from schoenbat.ops.no_queries import of_no_query
 from schoenbat.ops.operators import as_operators
+from schoenbat.ops.sums import Before, Sums, key_count, nothing_before
 from schoenbat.ops.unit_rows import UnitRows
 
 Implementation = Literal["auto", "reference", "eager", "triton"]
@@ -61,7 +63,7 @@ def attend(
         obstacle = fused.obstacle(query) or fused.state_obstacle(before.sums, feature_map)
         chosen = choose_with_sums(implementation, obstacle, query)
     if not query.shape[-2] and before is None:
-        return reference.of_no_query(query, key, value)
+        return of_no_query(query, key, value)
     if chosen == "triton":
         inputs = query, key, value, mask, feature_map, query_scale, unit_rows
         return fused.attend_causal(*inputs, before) if is_causal else fused.attend(*inputs)
@@ -75,7 +77,7 @@ def attend(
     if is_causal:
         return _attend_causal(query, key, value, mask, feature_map, query_scale, before)
     summary = _summarize(key, value, mask, feature_map)
-    return _read(query, summary, eager.key_count(key, mask), feature_map, query_scale)
+    return _read(query, summary, key_count(key, mask), feature_map, query_scale)
 
 
 def accumulate(
@@ -89,7 +91,7 @@ def accumulate(
     """Keys and values as plain sums, which add up over pieces of a sequence, and their count."""
     obstacle = fused.obstacle(key) or fused.training_obstacle(feature_map)
     chosen = choose_with_sums(implementation, obstacle, key)
-    count = eager.key_count(key, mask)
+    count = key_count(key, mask)
     if chosen == "triton":
         return fused.accumulate(key, value, mask, feature_map, None), count
     summary = _summarize(key, value, mask, feature_map)
@@ -189,7 +191,7 @@ def _attend_causal(
         )
         sums, count = accumulate(*rows, feature_map, implementation="eager")
     else:
-        sums, count = _nothing(key, value, feature_map)
+        sums, count = nothing_before(key, value, feature_map)
     out, _ = _scan(
         Inputs(
             query[..., blind:, :],
@@ -206,14 +208,6 @@ def _attend_causal(
     if not blind:
         return out
     return torch.cat([out.new_zeros(*out.shape[:-2], blind, out.shape[-1]), out], dim=-2)
-
-
-def _nothing(key: Tensor, value: Tensor, feature_map: FeatureMap) -> tuple[Sums, Tensor]:
-    """The sums of no keys. (Summing up no rows gives the same, but ONNX cannot do it.)"""
-    lead, features = (*key.shape[:2], 1), feature_map.weight.shape[-1]
-    shapes = (features, value.shape[-1]), (features, 1), (1, key.shape[-1]), (1, value.shape[-1])
-    sums = Sums(*(feature_map.weight.new_zeros(*lead, *shape) for shape in shapes))
-    return sums, torch.zeros(key.shape[0], 1, 1, 1, 1, dtype=torch.int64, device=key.device)
 
 
 def _visible(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:

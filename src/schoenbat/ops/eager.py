@@ -26,6 +26,7 @@ from schoenbat.ops.blocks import (
     product,
 )
 from schoenbat.ops.denominator import guard, guard_backward
+from schoenbat.ops.sums import key_count
 
 
 class Summary(NamedTuple):
@@ -71,13 +72,6 @@ def _keep_freed_memory() -> None:
 def keep(mask: Tensor | None, span: slice, x: Tensor) -> Tensor:
     """Zeros for masked rows: a zero key has no monomials, and what it held (NaN, too) is gone."""
     return x if mask is None else torch.where(mask[..., span, :], x, 0.0)
-
-
-def key_count(key: Tensor, mask: Tensor | None) -> Tensor:
-    """How many keys take part: int64 ``(B, 1, 1, 1, 1)``."""
-    if mask is not None:
-        return mask.sum(-2, keepdim=True)
-    return torch.full((key.shape[0], 1, 1, 1, 1), key.shape[-2], device=key.device)
 
 
 def sum_of_products(a: Tensor, b: Tensor) -> Tensor:

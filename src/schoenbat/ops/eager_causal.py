@@ -32,24 +32,9 @@ from schoenbat.ops.blocks import (
 )
 from schoenbat.ops.denominator import Denominator, guard, guard_backward
 from schoenbat.ops.eager import keep, sum_of_products
+from schoenbat.ops.sums import Sums
 
 _CHUNK = 128
-
-
-class Sums(NamedTuple):
-    """What the keys and values seen so far leave behind; features without weights, keys scaled."""
-
-    feature_value: Tensor  # (B, H, 1, F, d_v): Σ φ(k) vᵀ
-    feature_sum: Tensor  # (B, H, 1, F, 1)
-    key_sum: Tensor  # (B, H, 1, 1, d)
-    value_sum: Tensor  # (B, H, 1, 1, d_v)
-
-
-class Before(NamedTuple):
-    """The keys and values that a call does not see itself; a causal one has as many queries as keys then."""
-
-    sums: Sums
-    seen: Tensor  # int64 (B, 1, 1, 1, 1): how many
 
 
 class Inputs(NamedTuple):

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from schoenbat.ops.blocks import FeatureMap
-from schoenbat.ops.eager_causal import Before, Sums
 from schoenbat.ops.operators import as_operators
+from schoenbat.ops.sums import Before, Sums
 from schoenbat.ops.unit_rows import UnitRows
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -120,7 +120,7 @@ def attend_causal(
     before: Before | None,
 ) -> Tensor:
     from schoenbat.ops.triton import library
-    from schoenbat.ops.triton.launch_causal import keys_seen
+    from schoenbat.ops.triton.call import keys_seen
 
     plan, trained, flags = lay_out_causal(query, key, value, feature_map, before)
     small = plan, trained, feature_map.coefficients, query_scale, flags, feature_map.key_scale
@@ -159,11 +159,11 @@ def lay_out(
     query: Tensor, feature_map: FeatureMap, dtype: torch.dtype, value_dim: int | None = None
 ) -> tuple[list[Tensor], list[Tensor], list[int]]:
     """The map as the kernels take it, and what of it is trained; with `value_dim` for bidirectional ones."""
-    from schoenbat.ops.triton import plan, tiles
+    from schoenbat.ops.triton import layout, plan, tiles
 
-    both, block_d = (feature_map.blocks, feature_map.weight), plan.padded(query.shape[-1])
+    both, block_d = (feature_map.blocks, feature_map.weight), layout.padded(query.shape[-1])
     trained = plan.trained_map(*both, block_d) if _is_trained(feature_map) else []
-    wide = value_dim is not None and tiles.takes_wide_groups(query, dtype, plan.padded(value_dim))
+    wide = value_dim is not None and tiles.takes_wide_groups(query, dtype, layout.padded(value_dim))
     form = value_dim is not None, wide and not trained  # see `plan.narrowed`
     with torch.no_grad():  # gradients go to what is trained, not through the plan
         planned = plan.plan_for(*both, dtype, block_d, *form)

@@ -15,8 +15,9 @@ from torch import Tensor
 from schoenbat.ops import eager, eager_causal
 from schoenbat.ops.blocks import Blocks, Evaluator
 from schoenbat.ops.eager import Summary
-from schoenbat.ops.eager_causal import Inputs, Sums
+from schoenbat.ops.eager_causal import Inputs
 from schoenbat.ops.operators import operator
+from schoenbat.ops.sums import Sums
 
 
 def _empty_like(*tensors: Tensor) -> list[Tensor]:

@@ -9,11 +9,6 @@ from torch import Tensor
 from schoenbat.ops.blocks import Blocks, apply_to_rows, inner, monomials, sum_over_rows, weigh
 
 
-def of_no_query(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """No rows, and gradients of zeros, where infinite features of keys that no row sees would give 0 · ∞."""
-    return query @ key.mT @ value
-
-
 def attend(
     query: Tensor,  # (B, H, G, n_q, d), to be multiplied by query_scale
     key: Tensor,  # (B, H, 1, n_k, d), to be multiplied by key_scale

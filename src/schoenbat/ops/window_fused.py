@@ -8,10 +8,10 @@ from torch import Tensor
 
 from schoenbat.ops import fused
 from schoenbat.ops.blocks import FeatureMap
-from schoenbat.ops.eager_causal import Before, Sums
-from schoenbat.ops.reference import of_no_query
+from schoenbat.ops.near_and_far import Window, map_rows
+from schoenbat.ops.no_queries import of_no_query
+from schoenbat.ops.sums import Before, Sums
 from schoenbat.ops.unit_rows import UnitRows
-from schoenbat.ops.window import Window, map_rows
 
 WIDEST = 128
 

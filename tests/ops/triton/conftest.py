@@ -6,17 +6,17 @@ from schoenbat.ops import dispatch
 @pytest.fixture
 def few_programs(monkeypatch):
     """Programs of several tiles, and segments of several chunks, as long sequences have."""
-    from schoenbat.ops.triton import launch
+    from schoenbat.ops.triton import programs
 
-    monkeypatch.setattr(launch, "_PROGRAMS", 2)
+    monkeypatch.setattr(programs, "_PROGRAMS", 2)
 
 
 @pytest.fixture
 def one_segment(monkeypatch):
     """Causal sums of several tiles that nothing far is added to, as many heads have them."""
-    from schoenbat.ops.triton import launch_causal
+    from schoenbat.ops.triton import axis
 
-    monkeypatch.setattr(launch_causal, "_MANY_HEADS", 1)
+    monkeypatch.setattr(axis, "_MANY_HEADS", 1)
 
 
 @pytest.fixture

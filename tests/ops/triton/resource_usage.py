@@ -18,9 +18,10 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from schoenbat import MaclaurinFeatures
-from schoenbat.ops.triton import launch_degrees, launch_hopper, launch_sums
+from schoenbat.ops.triton import launch_bidirectional_hopper, launch_causal_hopper
 from schoenbat.ops.triton import plan as plan_module
 from schoenbat.ops.triton import tiles as tiles_module
+from schoenbat.ops.triton.axis import Axis, num_parts
 from schoenbat.ops.triton.call import Shape, Unit
 from schoenbat.ops.triton.hopper import bidirectional_wide, degrees, degrees_backward
 from schoenbat.ops.triton.kernels import (
@@ -37,9 +38,9 @@ from schoenbat.ops.triton.kernels import (
     window_backward,
 )
 from schoenbat.ops.triton.launch import parts_of_sums
-from schoenbat.ops.triton.launch_causal import Axis, num_parts
 from schoenbat.ops.triton.launch_decode import NEAR_KEYS
-from schoenbat.ops.triton.plan import make_plan, narrowed, padded
+from schoenbat.ops.triton.layout import padded
+from schoenbat.ops.triton.plan import make_plan, narrowed
 from schoenbat.ops.triton.tiles import (
     Tiles,
     causal_tiles_for,
@@ -159,7 +160,7 @@ def shape_of(width, dtype):
 HOPPER_CAUSAL = [
     kernel
     for name in ("causal_narrow", "causal", "causal_wide", "causal_degrees")
-    for kernel in launch_hopper.Kernels.named(name)
+    for kernel in launch_causal_hopper.Kernels.named(name)
 ]
 
 
@@ -245,9 +246,9 @@ def causal_cases(shape, plan):
 def hopper_causal_cases(width, num_features, own, *, quadratic=True):
     shape = shape_of(width, torch.bfloat16)
     plan = plan_of(shape, quadratic, num_features, bidirectional=not quadratic)
-    constants = launch_hopper.constants(shape, plan, 8, Unit()) | own
+    constants = launch_causal_hopper.constants(shape, plan, 8, Unit()) | own
     tiles = Tiles(64, constants.pop("num_warps"), 1)
-    for kernel in launch_hopper.Kernels.of(shape, plan):
+    for kernel in launch_causal_hopper.Kernels.of(shape, plan):
         yield kernel, shape, plan, tiles, constants
 
 
@@ -261,7 +262,7 @@ def hopper_cases():
         yield from hopper_causal_cases(64, 128, own, quadratic=False)
         yield from hopper_causal_cases(128, 256, own | ({"DIM": 112} if "DIM" in own else {}))
         plan = plan_of(shape, False, 128, bidirectional=True)
-        constants = launch_degrees.constants(shape, plan, 8, Unit(), 1) | own
+        constants = launch_bidirectional_hopper.constants_of_degrees(shape, plan, 8, Unit(), 1) | own
         wide = tiles._replace(num_warps=constants.pop("num_warps"))
         of_keys = {"p_row_scale": None, "p_row_weight": None, "p_mean_weight": None}
         yield degrees.summarize, shape, plan, wide, constants | of_keys
@@ -275,7 +276,7 @@ def hopper_cases():
 def hopper_sums_cases(own, of_keys):
     shape = shape_of(128, torch.bfloat16)
     plan = plan_of(shape, True, 256, bidirectional=True)
-    constants = launch_sums.constants(shape, plan, 8, Unit()) | own
+    constants = launch_bidirectional_hopper.constants_of_pairs(shape, plan, 8, Unit()) | own
     tiles = Tiles(128, constants.pop("num_warps"), 1)
     yield bidirectional_wide.summarize, shape, plan, tiles, constants | of_keys
     yield bidirectional_wide.summarize, shape, plan, tiles, constants

@@ -36,8 +36,7 @@ def passes(request, monkeypatch):
     from schoenbat.ops.triton import (
         hopper_calls,
         launch,
-        launch_degrees,
-        launch_sums,
+        launch_bidirectional_hopper,
     )
     from schoenbat.ops.triton.hopper import bidirectional_wide, degrees, warp_groups
 
@@ -53,11 +52,11 @@ def passes(request, monkeypatch):
         monkeypatch.setattr(hopper_calls, "has_kernels", lambda device: True)
         monkeypatch.setattr(launch, "takes_sums_of_pairs", takes_float16)
     monkeypatch.setattr(
-        launch_degrees, "_PROGRAMS", 1 if request.param == "one program to a head" else 10_000
+        launch_bidirectional_hopper, "_PROGRAMS", 1 if request.param == "one program to a head" else 10_000
     )
-    run = recorded(monkeypatch, launch_sums, ("summarize",))
+    run = recorded(monkeypatch, launch_bidirectional_hopper, ("summarize_pairs",))
     yield
-    assert run in (["summarize"] * 2, ["summarize"] * 4)
+    assert run in (["summarize_pairs"] * 2, ["summarize_pairs"] * 4)
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (63, 300), (300, 63)])

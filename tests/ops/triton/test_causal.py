@@ -265,8 +265,8 @@ def test_two_runs_are_bit_equal_and_inputs_need_not_be_contiguous():
 )
 def test_sums_take_no_more_memory_than_the_inputs(dtype, dim, num_features, tiles):
     """The more features, the more tiles share a chunk; the last case is that of the tests above."""
+    from schoenbat.ops.triton.axis import Axis, near_sizes
     from schoenbat.ops.triton.call import Shape
-    from schoenbat.ops.triton.launch_causal import Axis, near_sizes
     from schoenbat.ops.triton.plan import make_plan
 
     feature_map = make_map("exact-low", dim, num_features, dtype=torch.float32).map(torch.float32)
@@ -300,7 +300,7 @@ def test_sums_are_not_kept_for_the_backward_pass():
 
 def test_operator_is_well_formed():
     from schoenbat.ops.triton import library
-    from schoenbat.ops.triton.launch_causal import keys_seen
+    from schoenbat.ops.triton.call import keys_seen
     from schoenbat.ops.triton.plan import make_plan
 
     feature_map = make_map("exact-low", 16, 40, dtype=torch.float32, device=DEVICE).map(torch.float32)

@@ -27,7 +27,7 @@ draw = partial(specification.draw, dim=64, dtype=torch.bfloat16)
 @pytest.fixture(params=["one segment", "several segments"], autouse=True)
 def passes(request, monkeypatch):
     """The passes that were run by these kernels."""
-    from schoenbat.ops.triton import hopper_calls, launch_hopper
+    from schoenbat.ops.triton import hopper_calls, launch_causal_hopper
     from schoenbat.ops.triton.hopper import (
         causal,
         causal_degrees,
@@ -47,8 +47,8 @@ def passes(request, monkeypatch):
         others = causal, causal_keys, causal_narrow
         emulate(monkeypatch, [warp_groups, degrees, degrees_backward, *others, *own])
         monkeypatch.setattr(hopper_calls, "has_kernels", lambda device: True)
-    monkeypatch.setattr(launch_hopper, "_PROGRAMS", 2 if request.param == "one segment" else 10_000)
-    run = recorded(monkeypatch, launch_hopper, ("attend", "attend_backward"))
+    monkeypatch.setattr(launch_causal_hopper, "_PROGRAMS", 2 if request.param == "one segment" else 10_000)
+    run = recorded(monkeypatch, launch_causal_hopper, ("attend", "attend_backward"))
     yield
     assert run == ["attend", "attend_backward"]
 

@@ -33,7 +33,7 @@ def draw_map(dim, num_features, **options):
 @pytest.fixture(params=["one segment", "several segments"], autouse=True)
 def passes(request, monkeypatch):
     """The passes that were run by these kernels."""
-    from schoenbat.ops.triton import hopper_calls, launch_hopper
+    from schoenbat.ops.triton import hopper_calls, launch_causal_hopper
     from schoenbat.ops.triton.hopper import (
         causal,
         causal_keys,
@@ -55,8 +55,8 @@ def passes(request, monkeypatch):
         wide = causal_wide, causal_wide_queries, causal_wide_keys
         emulate(monkeypatch, [warp_groups, *common, *narrow, *wide])
         monkeypatch.setattr(hopper_calls, "has_kernels", lambda device: True)
-    monkeypatch.setattr(launch_hopper, "_PROGRAMS", 2 if request.param == "one segment" else 10_000)
-    run = recorded(monkeypatch, launch_hopper, ("attend", "attend_backward"))
+    monkeypatch.setattr(launch_causal_hopper, "_PROGRAMS", 2 if request.param == "one segment" else 10_000)
+    run = recorded(monkeypatch, launch_causal_hopper, ("attend", "attend_backward"))
     yield
     assert run == ["attend", "attend_backward"]
 
@@ -165,9 +165,9 @@ def test_compiled_calls_take_these_kernels(dim, dynamic):
 @WIDTHS
 def test_sums_over_keys_are_formed_once(dim, monkeypatch):
     """Gradients find those of the forward pass."""
-    from schoenbat.ops.triton import launch_hopper
+    from schoenbat.ops.triton import launch_causal_hopper
 
-    formed = recorded(monkeypatch, launch_hopper, ["_sum_keys"])
+    formed = recorded(monkeypatch, launch_causal_hopper, ["_sum_keys"])
     inputs = [x.to(DEVICE).requires_grad_() for x in draw(150, 150, dim=dim)]
     rmfa(*inputs, draw_map(dim, max(128, 2 * dim)), is_causal=True, implementation="triton").sum().backward()
     assert formed == ["_sum_keys"]

@@ -20,7 +20,7 @@ draw = partial(specification.draw, dim=64, dtype=torch.bfloat16)
 @pytest.fixture(params=["one program to a head", "several"], autouse=True)
 def passes(request, monkeypatch):
     """The passes that were run by these kernels."""
-    from schoenbat.ops.triton import hopper_calls, launch_degrees
+    from schoenbat.ops.triton import hopper_calls, launch_bidirectional_hopper
     from schoenbat.ops.triton.hopper import degrees, degrees_backward, warp_groups
 
     if DEVICE == "cpu":
@@ -29,11 +29,15 @@ def passes(request, monkeypatch):
         emulate(monkeypatch, [warp_groups, degrees, degrees_backward])
         monkeypatch.setattr(hopper_calls, "has_kernels", lambda device: True)
     monkeypatch.setattr(
-        launch_degrees, "_PROGRAMS", 1 if request.param == "one program to a head" else 10_000
+        launch_bidirectional_hopper, "_PROGRAMS", 1 if request.param == "one program to a head" else 10_000
     )
-    run = recorded(monkeypatch, launch_degrees, ("summarize", "read", "read_backward", "key_backward"))
+    run = recorded(
+        monkeypatch,
+        launch_bidirectional_hopper,
+        ("summarize_degrees", "read", "read_backward", "key_backward"),
+    )
     yield
-    assert run == ["summarize", "read", "read_backward", "summarize", "key_backward"]
+    assert run == ["summarize_degrees", "read", "read_backward", "summarize_degrees", "key_backward"]
 
 
 def draw_map(dim=64, num_features=128, scale=4.0, **options):

@@ -11,9 +11,9 @@ pytest.importorskip("triton")
 
 
 def test_a_layout_that_was_first_needed_for_inference_serves_training():
-    from schoenbat.ops.triton import plan
+    from schoenbat.ops.triton import layout
 
-    for kept in plan._KEPT.values():
+    for kept in layout._KEPT.values():
         kept.cache_clear()
     features = make_map("exact-low", 16, 53, trainable=True, dtype=torch.float32, device=DEVICE)
     x = rows(1, 1, 5, 16, dtype=torch.float32).to(DEVICE)
@@ -27,11 +27,11 @@ def test_a_layout_that_was_first_needed_for_inference_serves_training():
 
 
 def test_layouts_of_maps_that_are_drawn_again_and_again_are_let_go():
-    from schoenbat.ops.triton import plan
+    from schoenbat.ops.triton import layout
 
-    kept = plan._KEPT[plan._layout]
+    kept, form = layout._KEPT[layout._layout], layout.Form(16, False, False, 0)
     for linear in range(1, kept.cache_info().maxsize + 10):
-        plan._made_once(plan._layout, linear, 0, 0, (), 16, False, False, 0, torch.device("cpu"))
+        layout.layout_for(layout.Counts(linear, 0, 0, ()), form, torch.device("cpu"))
     assert kept.cache_info().currsize == kept.cache_info().maxsize
 
 
@@ -56,13 +56,13 @@ def test_gpus_with_less_memory_have_smaller_tiles(monkeypatch, construction, num
 
 
 def test_how_much_memory_there_is_is_known_to_a_compiler(monkeypatch):
-    from schoenbat.ops.triton import plan
+    from schoenbat.ops.triton import shared_memory
 
-    monkeypatch.setattr(plan, "HOPPER_MEMORY", 100)
-    monkeypatch.setattr(plan, "_shared_memory", lambda device: 99 + device.index)
+    monkeypatch.setattr(shared_memory, "HOPPER_MEMORY", 100)
+    monkeypatch.setattr(shared_memory, "_shared_memory", lambda device: 99 + device.index)
 
     def call(x, device):
-        return x + plan.is_roomy(device)
+        return x + shared_memory.is_roomy(device)
 
     for index in (0, 1):
         compiled = torch.compile(call, backend="eager", fullgraph=True)
@@ -92,7 +92,8 @@ def test_a_map_to_train_is_the_same_from_pairs_of_a_projection(head_dim, num_fea
 @pytest.mark.parametrize("num_features", [66, 100, 128, 129])
 def test_levels_that_serve_few_features_share_tiles(num_features):
     """Every factor is in one of the tiles that are needed, and only once."""
-    from schoenbat.ops.triton.plan import PACKED_TILES, Packing, make_plan
+    from schoenbat.ops.triton.layout import PACKED_TILES, Packing
+    from schoenbat.ops.triton.plan import make_plan
 
     feature_map = make_map("unbiased", 64, num_features, dtype=torch.float32, scale=4.0).map(torch.float32)
     plan = make_plan(feature_map.blocks, feature_map.weight, torch.float32, 64, True, True)

@@ -3,9 +3,11 @@
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from schoenbat.ops.triton.plan import Plan, padded
+from schoenbat.ops.triton.layout import padded
+from schoenbat.ops.triton.plan import Plan
 from schoenbat.ops.triton.tiles import WIDE_TILES, Tiles, tiles_for
 
 
@@ -85,6 +87,15 @@ def as_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def over_groups(grad: Tensor, like: Tensor) -> Tensor:
+    """The way back, of the gradient of `like`: ``(B, H·G, n, c) -> (B, H, 1, n, c)``."""
+    batch, heads = like.shape[:2]
+    if grad.shape[1] == heads:
+        return grad.view(like.shape)
+    groups = grad.shape[1] // heads
+    return grad.view(batch, heads, groups, *like.shape[3:]).sum(2, keepdim=True).to(like.dtype)
+
+
 def flat(mask: Tensor | None, instead: Tensor) -> Tensor:
     """The mask as bytes ``(B, n)``; a kernel that has none gets some pointer it never reads."""
     return instead if mask is None else mask.flatten(1).contiguous().view(torch.uint8)
@@ -93,3 +104,19 @@ def flat(mask: Tensor | None, instead: Tensor) -> Tensor:
 def mask_bytes(mask: Tensor | None) -> Tensor | None:
     """The same, or None."""
     return None if mask is None else flat(mask, mask)
+
+
+def keys_seen(mask: Tensor | None, queries: int) -> Tensor | None:
+    """How many keys each position sees, ``(B, N)``; without a mask the kernels know.
+
+    It is an input of the operators: a compiler forms it once for all layers and their backward passes.
+    """
+    if mask is None:
+        return None
+    keys = mask.flatten(1)
+    return F.pad(keys, (max(0, queries - keys.shape[1]), 0)).cumsum(1, dtype=torch.int32)
+
+
+def earlier(count: Tensor | None, instead: Tensor) -> Tensor:
+    """How many keys each state has seen, ``(B,)``; without states some pointer that no kernel reads."""
+    return instead if count is None else count.flatten().contiguous()

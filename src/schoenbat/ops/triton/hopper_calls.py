@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from schoenbat.ops.triton.call import Shape, Unit
-from schoenbat.ops.triton.plan import Plan, padded
+from schoenbat.ops.triton.layout import padded
+from schoenbat.ops.triton.plan import Plan
 
 # Copies of 16 bytes want rows that begin at multiples of it; Triton knows of multiples of 16 numbers alone.
 _ALIGNED = 16

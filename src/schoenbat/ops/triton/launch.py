@@ -9,21 +9,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from schoenbat.ops.triton import launch_degrees, launch_sums
+from schoenbat.ops.triton import launch_bidirectional_hopper
 from schoenbat.ops.triton.call import Shape, Unit, as_rows, cdiv, flat, map_arguments, per_map, summary_shapes
 from schoenbat.ops.triton.hopper_calls import takes_degrees, takes_sums_of_pairs
 from schoenbat.ops.triton.kernels import bidirectional, bidirectional_sums
-from schoenbat.ops.triton.plan import Plan, padded
+from schoenbat.ops.triton.plan import Plan
+from schoenbat.ops.triton.programs import most_rows, split, sum_rows
 from schoenbat.ops.triton.tiles import (
     Tiles,
     tiles_of_gradients,
     tiles_of_read,
     tiles_of_sums,
 )
-
-# Two programs at a time for each of a large GPU's 132 multiprocessors; of two warps, twice as many fit.
-_PROGRAMS = 264
-_SUM_ROWS = 64
 
 
 def attend(
@@ -116,7 +113,7 @@ def read(
     q, tiles = as_rows(query), tiles_of_read(shape.tiles(plan), plan)
     out = query.new_empty(*query.shape[:-1], shape.value_dim)
     if out.numel() and takes_degrees(shape, plan, [q]):
-        launch_degrees.read(q, out, summary, shape, plan, coefficients, query_scale, unit)
+        launch_bidirectional_hopper.read(q, out, summary, shape, plan, coefficients, query_scale, unit)
     elif out.numel():
         splits, tiles_each = split(_row_tiles(q, tiles), q.shape[0] * q.shape[1], tiles)
         bidirectional.read[(splits * q.shape[0] * q.shape[1],)](
@@ -150,7 +147,7 @@ def read_backward(
     q, g = as_rows(query), as_rows(grad.to(query.dtype))
     if q.numel() and not trained and takes_degrees(shape, plan, [q, g]):
         small = shape, plan, coefficients, query_scale, unit
-        grad_query, to_scale, by_row = launch_degrees.read_backward(q, g, summary, *small)
+        grad_query, to_scale, by_row = launch_bidirectional_hopper.read_backward(q, g, summary, *small)
         parts = _summarize(q, g, None, by_row, shape, plan, query_scale, 1.0, unit)
         return grad_query.view(query.shape), to_scale.sum((0, 2)).view(query_scale.shape), parts, by_row
     sums, totals, key_mean, _ = summary
@@ -196,7 +193,7 @@ def finish_backward(
         *(keys, parts[0].shape[0] // heads, plan.num_features),
         HEADS=shape.heads,
         HAS_MASK=count is not None,
-        ROWS=_most_rows(plan),
+        ROWS=most_rows(plan),
         COLUMNS=16,
         BLOCK_D=shape.block_d,
         BLOCK_V=shape.block_v,
@@ -219,7 +216,7 @@ def key_backward(
     k, v = as_rows(key), as_rows(value)
     if k.numel() and takes_degrees(shape, plan, [k, v]):
         small = centre, shape, plan, key_scale, unit
-        grad_key, grad_value = launch_degrees.key_backward(k, v, mask, to_summary, *small)
+        grad_key, grad_value = launch_bidirectional_hopper.key_backward(k, v, mask, to_summary, *small)
         return [grad_key.view(key.shape), grad_value.view(value.shape)]
     grad_key, grad_value = k.new_empty(k.shape), v.new_empty(v.shape)
     if k.numel():
@@ -249,18 +246,6 @@ def _empty_summary(heads: int, shape: Shape, plan: Plan, like: Tensor, dtype: to
     ]
 
 
-def sum_rows(plan: Plan, heads: int) -> int:
-    """How many rows of the sums a program adds up: fewer where that gives more multiprocessors work."""
-    rows = _most_rows(plan)
-    while rows > 16 and heads * cdiv(plan.num_features, rows) < _PROGRAMS:
-        rows //= 2
-    return rows
-
-
-def _most_rows(plan: Plan) -> int:
-    return min(_SUM_ROWS, padded(plan.num_features))
-
-
 def overlapping(like: Tensor) -> dict[str, bool]:
     """For kernels that wait themselves for the one before: from Hopper on they start before it has ended."""
     is_new = like.is_cuda and torch.version.cuda and torch.cuda.get_device_capability(like.device)[0] >= 9
@@ -281,9 +266,9 @@ def _summarize(
     """Parts of Σφ(x) rowᵀ, Σφ(x) w, Σx u and Σrow, ``(B·H·splits, ...)``; see the kernel."""
     small = plan, query_scale, key_scale, unit
     if x.numel() and takes_degrees(shape, plan, [x, rows]):
-        return launch_degrees.summarize(x, rows, mask, by_row, shape, *small)
+        return launch_bidirectional_hopper.summarize_degrees(x, rows, mask, by_row, shape, *small)
     if x.numel() and takes_sums_of_pairs(shape, plan, [x, rows]):
-        return launch_sums.summarize(x, rows, mask, by_row, shape, *small)
+        return launch_bidirectional_hopper.summarize_pairs(x, rows, mask, by_row, shape, *small)
     batch, heads, n, _ = x.shape
     tiles = tiles_of_sums(shape.tiles(plan), shape.block_d, shape.block_v)
     separate, num_parts = parts_of_sums(plan)
@@ -312,14 +297,6 @@ def parts_of_sums(plan: Plan) -> tuple[bool, int]:
     """Whether what has no group is a part of its own, and how many parts there are: see `summarize`."""
     separate = not plan.num_groups or (plan.num_groups > 1 and plan.identity)
     return separate, plan.num_groups + separate
-
-
-def split(pieces: int, others: int, tiles: Tiles) -> tuple[int, int]:
-    """How many programs share a sequence, how many pieces each has; `others`: how many more there are."""
-    programs = _PROGRAMS * (2 if tiles.num_warps == 2 else 1)
-    wanted = max(1, min(pieces, programs // max(1, others)))
-    each = cdiv(pieces, wanted)
-    return cdiv(pieces, each), each
 
 
 def _row_tiles(x: Tensor, tiles: Tiles) -> int:

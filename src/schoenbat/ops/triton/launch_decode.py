@@ -8,7 +8,8 @@ from torch import Tensor
 
 from schoenbat.ops.triton.call import Unit, as_rows, cdiv, flat, map_arguments, per_map
 from schoenbat.ops.triton.kernels import decode, decode_window
-from schoenbat.ops.triton.plan import Plan, padded
+from schoenbat.ops.triton.layout import padded
+from schoenbat.ops.triton.plan import Plan
 
 # Value columns of a program, and its warps: the fewer warps, the more programs are at work at once.
 _OF_ONE_QUERY = 64, 2

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from schoenbat.ops.blocks import sum_over_heads
+from schoenbat.ops.triton.axis import Axis, row_counts
 from schoenbat.ops.triton.call import Shape, Unit, as_rows, cdiv, flat, map_arguments
 from schoenbat.ops.triton.kernels import bidirectional_map, causal_map
-from schoenbat.ops.triton.launch import split
-from schoenbat.ops.triton.launch_causal import Axis, row_counts
 from schoenbat.ops.triton.plan import Plan, narrowed, take_out
+from schoenbat.ops.triton.programs import split
 from schoenbat.ops.triton.tiles import Tiles, tiles_for, tiles_of_map
 
 

@@ -1,6 +1,6 @@
 """Launch the kernels of bidirectional attention in two halves, with the sums of a state between them.
 
-What holds for `launch` holds here. Sums are those of `eager_causal.Sums`, which add up over pieces.
+What holds for `launch` holds here. Sums are those of `sums.Sums`, which add up over pieces.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from schoenbat.ops.eager import key_count
+from schoenbat.ops.sums import key_count
 from schoenbat.ops.triton import launch
 from schoenbat.ops.triton.call import Shape, Unit, as_rows
 from schoenbat.ops.triton.plan import Plan

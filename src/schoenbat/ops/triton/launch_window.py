@@ -7,11 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from schoenbat.ops.triton.call import Shape, Unit, as_rows, cdiv, flat, map_arguments, per_map
+from schoenbat.ops.triton.axis import Axis
+from schoenbat.ops.triton.call import Shape, Unit, as_rows, cdiv, flat, map_arguments, over_groups, per_map
 from schoenbat.ops.triton.kernels import window, window_backward, window_sums
-from schoenbat.ops.triton.launch import sum_rows
-from schoenbat.ops.triton.launch_causal import Axis, over_groups, sums_along
+from schoenbat.ops.triton.launch_running_sums import sums_along
 from schoenbat.ops.triton.plan import Plan
+from schoenbat.ops.triton.programs import sum_rows
 from schoenbat.ops.triton.tiles import Tiles, window_tiles_for
 
 

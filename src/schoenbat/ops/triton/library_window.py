@@ -10,8 +10,9 @@ from schoenbat.ops.operators import direct_operator
 from schoenbat.ops.triton import launch_decode, launch_window
 from schoenbat.ops.triton.call import Unit
 from schoenbat.ops.triton.launch_window import Call, Near
-from schoenbat.ops.triton.library import or_zeros
-from schoenbat.ops.triton.plan import Plan
+from schoenbat.ops.triton.library.fakes import empty_gradients
+from schoenbat.ops.triton.library.gradients import or_zeros
+from schoenbat.ops.triton.plan import NUM_TENSORS, Plan
 
 
 @direct_operator("triton_attend_window")
@@ -74,7 +75,7 @@ def _(
     grad: Any, query: Tensor, key: Tensor, value: Tensor, far: Sequence[Tensor], mask: Any, saved: Any,
     plan: Any, coefficients: Any, query_scale: Tensor, log_weight: Tensor, *rest: Any,
 ) -> list[Tensor]:  # fmt: skip
-    return [x.new_empty(x.shape) for x in (query, key, value, query_scale, log_weight, *far)]
+    return empty_gradients(query, key, value, query_scale, log_weight, *far)
 
 
 def _context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
@@ -87,13 +88,14 @@ def _context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 
 def _gradient(ctx: Any, grad: list[Tensor | None]) -> tuple[Any, ...]:
     query, key, value, mask, coefficients, query_scale, log_weight, *rest = ctx.saved_tensors
-    far, plan, saved = rest[: ctx.num_far], rest[ctx.num_far : ctx.num_far + 5], rest[ctx.num_far + 5 :]
+    far, rest = rest[: ctx.num_far], rest[ctx.num_far :]
+    plan, saved = rest[:NUM_TENSORS], rest[NUM_TENSORS:]
     to_output = or_zeros(grad[0], query, value.shape[-1])
     to_query, to_key, to_value, to_scale, to_weight, *to_far = attend_backward(
         *(to_output, query, key, value, far, mask, saved, plan, coefficients, query_scale, log_weight),
         *ctx.small,
     )
-    to_rows = to_query, to_key, to_value, to_far, None, [None] * 5, None
+    to_rows = to_query, to_key, to_value, to_far, None, [None] * NUM_TENSORS, None
     return *to_rows, to_scale, to_weight, None, None, None, None
 
 

@@ -1,6 +1,6 @@
 """The sums of a state, as the kernels lay them out.
 
-A state's sums are those of `eager_causal.Sums`, ``(B, H, 1, ...)``, features without weights. Kernels want
+A state's sums are those of `sums.Sums`, ``(B, H, 1, ...)``, features without weights. Kernels want
 ``(B·H, ...)`` in float32, padded, and features times the roots of their weights, as those of rows are: in 16
 bits a product of many factors would not fit without.
 """

@@ -8,7 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from schoenbat.ops.triton.plan import Plan, is_roomy, padded
+from schoenbat.ops.triton.layout import padded
+from schoenbat.ops.triton.plan import Plan
+from schoenbat.ops.triton.shared_memory import is_roomy
 
 # With so many, three programs of four warps fit a multiprocessor instead of two, six of two instead of four.
 _FEWER_REGISTERS = 168

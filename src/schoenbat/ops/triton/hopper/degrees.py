@@ -2,7 +2,7 @@
 
 What is computed is in `kernels.bidirectional_sums` and `kernels.bidirectional`: `summarize` leaves the same parts of the sums, `read` gives
 the same outputs. A map has two groups of GROUP features, each a product of as many projections as its degree says: one for each
-level below it. The highest levels serve few features, and share two tiles of directions: `plan.Packing` says which. A program of
+level below it. The highest levels serve few features, and share two tiles of directions: `layout.Packing` says which. A program of
 two warp groups works on tiles of ROWS rows, so that one may multiply factors while the other multiplies matrices.
 
 Names are those of `warp_groups`.

@@ -1,6 +1,6 @@
 """One decoding step as one kernel: add a key and a value to the sums of a head, and read them.
 
-The sums are those of `eager_causal.Sums`, in float32 and without weights, and so is everything here. A program does some
+The sums are those of `sums.Sums`, in float32 and without weights, and so is everything here. A program does some
 value columns of one key head, for all query heads that share it: they and the key are the rows of one tile, the key
 last. Names are those of `features`; m_ are masks.
 """

@@ -1,4 +1,7 @@
-"""Launch the kernels for maps of many degrees on Hopper, where a call is of the kind they are for."""
+"""Launch the kernels of bidirectional attention on Hopper, where a call is of the kind they are for.
+
+All of them are for maps of many degrees, but for sums, which wide heads by pairs have, too.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,7 +25,7 @@ def split(rows: int, heads: int) -> tuple[int, int]:
     return cdiv(tiles, each), each
 
 
-def form_sums(
+def _form_sums(
     kernel: Any,
     of_map: Sequence[Any],
     compiled_for: dict[str, Any],
@@ -49,17 +52,25 @@ def form_sums(
     return sums
 
 
-def constants(shape: Shape, plan: Plan, heads: int, unit: Unit, groups: int | None = None) -> dict[str, Any]:
+def constants_of_degrees(
+    shape: Shape, plan: Plan, heads: int, unit: Unit, groups: int | None = None
+) -> dict[str, Any]:
     """What kernels are compiled for; `groups` of those that go through queries."""
     of_queries = {} if groups is None else {"GROUPS": groups}
     return widths(shape, plan, heads, unit) | of_queries | {"HELD": MOST_TILES, "num_warps": 8}
+
+
+def constants_of_pairs(shape: Shape, plan: Plan, heads: int, unit: Unit) -> dict[str, Any]:
+    """The same for sums of pairs."""
+    own = {"GROUPS": shape.groups, "F": plan.num_groups * plan.group}
+    return widths(shape, plan, heads, unit) | own | {"num_warps": 8}
 
 
 def _map(plan: Plan) -> tuple[Any, ...]:
     return plan.tiles, plan.root_weight, plan.degrees, plan.first, plan.tiles.shape[1]
 
 
-def summarize(
+def summarize_degrees(
     x: Tensor,
     rows: Tensor,
     mask: Tensor | None,
@@ -70,12 +81,32 @@ def summarize(
     key_scale: float,
     unit: Unit,
 ) -> list[Tensor]:
-    """See `form_sums`."""
+    """See `_form_sums`."""
     from schoenbat.ops.triton.hopper import degrees
 
-    compiled_for = constants(shape, plan, x.shape[1], unit, shape.groups)
+    compiled_for = constants_of_degrees(shape, plan, x.shape[1], unit, shape.groups)
     call = x, rows, mask, by_row, shape, plan, query_scale, key_scale, unit
-    return form_sums(degrees.summarize, _map(plan), compiled_for, *call)
+    return _form_sums(degrees.summarize, _map(plan), compiled_for, *call)
+
+
+def summarize_pairs(
+    x: Tensor,
+    rows: Tensor,
+    mask: Tensor | None,
+    by_row: Sequence[Tensor] | None,
+    shape: Shape,
+    plan: Plan,
+    query_scale: Tensor | None,
+    key_scale: float,
+    unit: Unit,
+) -> list[Tensor]:
+    """See `_form_sums`."""
+    from schoenbat.ops.triton.hopper import bidirectional_wide
+
+    of_map = plan.tiles, plan.root_weight, plan.root_linear, plan.tiles.shape[1]
+    compiled_for = constants_of_pairs(shape, plan, x.shape[1], unit)
+    call = x, rows, mask, by_row, shape, plan, query_scale, key_scale, unit
+    return _form_sums(bidirectional_wide.summarize, of_map, compiled_for, *call)
 
 
 def read(
@@ -96,7 +127,7 @@ def read(
     degrees.read[(splits * heads,)](
         *(q, out, query_scale, *summary, per_map(coefficients, plan)),
         *(*q.stride()[:3], q.shape[-2], each, splits, unit.eps, *_map(plan)),
-        **constants(shape, plan, q.shape[1], unit, shape.groups),
+        **constants_of_degrees(shape, plan, q.shape[1], unit, shape.groups),
     )
 
 
@@ -120,7 +151,7 @@ def read_backward(
     degrees_backward.read_backward[(splits * heads,)](
         *(q, g, grad_query, *by_row, to_scale, query_scale, *summary[:3], per_map(coefficients, plan)),
         *(*q.stride()[:3], *g.stride()[:3], q.shape[-2], each, splits, unit.eps, *_map(plan)),
-        **constants(shape, plan, q.shape[1], unit, shape.groups),
+        **constants_of_degrees(shape, plan, q.shape[1], unit, shape.groups),
     )
     return grad_query, to_scale, by_row
 
@@ -146,6 +177,6 @@ def key_backward(
     degrees_backward.key_backward[(splits * heads,)](
         *(k, v, mask_bytes(mask), grad_key, grad_value, to_sums, to_totals, to_key, centre, to_value),
         *(*k.stride()[:3], *v.stride()[:3], k.shape[-2], each, splits, key_scale, unit.eps, *_map(plan)),
-        **constants(shape, plan, k.shape[1], unit),
+        **constants_of_degrees(shape, plan, k.shape[1], unit),
     )
     return grad_key, grad_value
