@@ -205,7 +205,7 @@ def emulate(monkeypatch, modules: list[ModuleType]):
         "warpgroup_mma_wait": products.wait,
     }
 
-    def run(kernel, *args, grid, warmup, num_warps, **constants):
+    def run(kernel, *args, grid, warmup, num_warps, enable_fp_fusion, **constants):
         args = [Pointer.to(x) if isinstance(x, torch.Tensor) else x for x in args]
         program["warps"] = num_warps
         for program["id"] in range(grid[0]):

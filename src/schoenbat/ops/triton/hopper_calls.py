@@ -10,6 +10,7 @@ from torch import Tensor
 from schoenbat.ops.triton.call import Shape, Unit
 from schoenbat.ops.triton.layout import padded
 from schoenbat.ops.triton.plan import Plan
+from schoenbat.ops.triton.tiles import FUSED
 
 # Copies of 16 bytes want rows that begin at multiples of it; Triton knows of multiples of 16 numbers alone.
 _ALIGNED = 16
@@ -140,4 +141,5 @@ def widths(shape: Shape, plan: Plan, heads: int, unit: Unit) -> dict[str, Any]:
         "DV": shape.value_dim,
         "D": shape.block_d,
         "V": shape.block_v,
+        **FUSED,
     }

@@ -16,6 +16,7 @@ from schoenbat.ops.triton.kernels import bidirectional, bidirectional_sums
 from schoenbat.ops.triton.plan import Plan
 from schoenbat.ops.triton.programs import most_rows, split, sum_rows
 from schoenbat.ops.triton.tiles import (
+    FUSED,
     Tiles,
     tiles_of_gradients,
     tiles_of_read,
@@ -96,6 +97,7 @@ def finish(
         BLOCK_D=shape.block_d,
         BLOCK_V=shape.block_v,
         **overlapping(like),
+        **FUSED,
     )
     return summary
 
@@ -197,6 +199,7 @@ def finish_backward(
         COLUMNS=16,
         BLOCK_D=shape.block_d,
         BLOCK_V=shape.block_v,
+        **FUSED,
     )
     return to_summary
 

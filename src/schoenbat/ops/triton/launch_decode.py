@@ -10,6 +10,7 @@ from schoenbat.ops.triton.call import Unit, as_rows, cdiv, flat, map_arguments, 
 from schoenbat.ops.triton.kernels import decode, decode_window
 from schoenbat.ops.triton.layout import padded
 from schoenbat.ops.triton.plan import Plan
+from schoenbat.ops.triton.tiles import FUSED
 
 # Value columns of a program, and its warps: the fewer warps, the more programs are at work at once.
 _OF_ONE_QUERY = 64, 2
@@ -134,5 +135,6 @@ def _programs(
         "GROUP": plan.group,
         "num_warps": warps,
         "num_stages": 2,
+        **FUSED,
     }
     return (batch * heads, cdiv(value_dim, columns)), constants

@@ -13,7 +13,7 @@ from schoenbat.ops.triton.call import Shape, Unit, cdiv, earlier, flat, map_argu
 from schoenbat.ops.triton.kernels import causal_sums
 from schoenbat.ops.triton.plan import Plan
 from schoenbat.ops.triton.programs import sum_rows
-from schoenbat.ops.triton.tiles import is_of_one_group
+from schoenbat.ops.triton.tiles import FUSED, is_of_one_group
 
 # Numbers of a sum that a program of `scan` goes through: more of them would not fit the registers.
 _SCANNED = 4096
@@ -79,6 +79,7 @@ def sums_along(
         BLOCK_D=shape.block_d,
         BLOCK_V=shape.block_v,
         BLOCK=axis.tiles.block,
+        **FUSED,
     )
     return [*near, *far], parts
 

@@ -13,7 +13,7 @@ from schoenbat.ops.triton.kernels import window, window_backward, window_sums
 from schoenbat.ops.triton.launch_running_sums import sums_along
 from schoenbat.ops.triton.plan import Plan
 from schoenbat.ops.triton.programs import sum_rows
-from schoenbat.ops.triton.tiles import Tiles, window_tiles_for
+from schoenbat.ops.triton.tiles import FUSED, Tiles, window_tiles_for
 
 
 class Near(NamedTuple):
@@ -218,6 +218,7 @@ def _sums(
         BLOCK_D=shape.block_d,
         BLOCK_V=shape.block_v,
         BLOCK=axis.tiles.block,
+        **FUSED,
     )
     return sums
 

@@ -16,6 +16,10 @@ from schoenbat.ops.triton.shared_memory import is_roomy
 _FEWER_REGISTERS = 168
 
 
+# A product and a sum are one operation, for which Triton from 3.10 on wants to be asked.
+FUSED = {"enable_fp_fusion": True}
+
+
 class Tiles(NamedTuple):
     """Rows a tile, and how a program is compiled."""
 
@@ -27,7 +31,8 @@ class Tiles(NamedTuple):
     @property
     def compilation(self) -> dict[str, int]:
         limit = {} if self.registers is None else {"maxnreg": self.registers}
-        return {"BLOCK": self.block, "num_warps": self.num_warps, "num_stages": self.num_stages, **limit}
+        sizes = {"BLOCK": self.block, "num_warps": self.num_warps, "num_stages": self.num_stages}
+        return sizes | limit | FUSED
 
 
 # For maps of many degrees in wide groups.
