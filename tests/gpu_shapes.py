@@ -148,7 +148,7 @@ def main() -> None:
         for case, problem in zip(cases, pool.map(problem_of, cases), strict=True):
             problems[str(case)] = problem
             # At once: of a run that is ended early, what it reached is not lost.
-            write_report(arguments.report, "gpu_shapes", problems)
+            write_report(arguments.report, "gpu_shapes", problems, len(cases))
             if problem is not None:
                 print(f"{case}: {problem}", flush=True)
     failed = sum(problem is not None for problem in problems.values())

@@ -25,9 +25,9 @@ def outcome(case: ET.Element) -> str:
     return next((kind for kind in ("failure", "error", "skipped") if case.find(kind) is not None), "passed")
 
 
-def write_report(path: Path, program: str, problems: Mapping[str, str | None]) -> None:
+def write_report(path: Path, program: str, problems: Mapping[str, str | None], planned: int) -> None:
     """A report of that form by a program that is no test of pytest's: what it ran, and what went wrong."""
-    suite = ET.Element("testsuite", name=program)
+    suite = ET.Element("testsuite", name=program, tests=str(planned))
     for name, problem in problems.items():
         case = ET.SubElement(suite, "testcase", classname=f"tests.{program}", name=name)
         if problem is not None:
@@ -45,7 +45,10 @@ def summarize(paths: list[Path], ran: str | None) -> tuple[dict[str, str], dict[
         machine |= {x.attrib["name"]: x.attrib["value"] for x in suite.iter("property")}
         for case in (x for x in suite.iter("testcase") if "classname" in x.attrib):
             file, result = case.attrib["classname"].replace(".", "/") + ".py", outcome(case)
-            row = rows.setdefault(file, {"file": file, "revision": ran, "passed": 0, "failed": []})
+            planned = int(suite.attrib["tests"]) if suite.tag == "testsuite" else None
+            row = rows.setdefault(
+                file, {"file": file, "revision": ran, "passed": 0, "failed": [], "tests": planned}
+            )
             if result == "passed":
                 row["passed"] += 1
             elif result != "skipped":
@@ -69,7 +72,7 @@ def main() -> None:
     known = json.loads(path.read_text())["rows"] if path.exists() else []
     merged, now = {row["file"]: row for row in known} | rows, collected()
     for file, row in merged.items():
-        row["tests"] = now.get(file)  # None for programs that are no tests of pytest's
+        row["tests"] = now.get(file, row["tests"])  # programs that are no tests of pytest's say it themselves
     write_results(path, "tests", {"gpu": machine}, [merged[file] for file in sorted(merged)])
     failed = [f"{row['file']}::{name}" for row in rows.values() for name in row["failed"]]
     print(f"{sum(row['passed'] for row in rows.values())} passed, {len(failed)} failed", *failed, sep="\n")

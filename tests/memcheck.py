@@ -143,7 +143,7 @@ def main() -> None:
         )
         return
     problem = check(arguments.jobs)
-    write_report(arguments.report, "memcheck", {"no_bad_access": problem})
+    write_report(arguments.report, "memcheck", {"no_bad_access": problem}, 1)
     sys.exit(problem is not None)
 
 

@@ -1,12 +1,14 @@
 """Compile every kernel for sm_90, some for sm_89, which needs no GPU, and print what each takes: JSON rows.
 
-A process of its own: under Triton's interpreter nothing can be compiled.
+With --others: for the dtypes and widths that are left out otherwise, which takes long. A process of its own:
+under Triton's interpreter nothing can be compiled.
 """
 
 import itertools
 import json
 import re
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -152,8 +154,8 @@ def usage(kernel, constants, dtype, tiles, arch):
     }
 
 
-def shape_of(width, dtype):
-    value_dim = min(width, 128)
+def shape_of(width, dtype, value_dim=None):
+    value_dim = value_dim or min(width, 128)
     return Shape(4, 8, 1, width, value_dim, padded(width), padded(value_dim), dtype)
 
 
@@ -241,6 +243,22 @@ def causal_cases(shape, plan):
         yield causal.read, shape, plan, causal_tiles_of_read(tiles, plan), single | near
         yield causal.query_backward, shape, plan, causal_tiles_of_queries(tiles, plan), near
         yield causal_keys.key_backward, shape, plan, causal_tiles_of_keys(tiles, plan), near
+
+
+def other_cases():
+    """What `attention_cases` leaves out: all dtypes, values narrower than keys, narrow heads."""
+    wide_and_narrow = (16, 16), (32, 16), (32, 32), (64, 32), (64, 64), (128, 64), (128, 128), (256, 128)
+    for (width, value_dim), quadratic in itertools.product(wide_and_narrow, (True, False)):
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            if dtype == torch.float16 and (value_dim != width or width < 32):
+                continue  # the same tiles as of bfloat16
+            shape = shape_of(width, dtype, value_dim)
+            plan = plan_of(shape, quadratic, 2 * width, bidirectional=True)
+            yield from bidirectional_cases(shape, plan)
+            plan = plan_of(shape, quadratic, 2 * width)
+            yield from causal_cases(shape, plan)
+            if width <= 128:
+                yield from window_cases(shape, plan)
 
 
 def hopper_causal_cases(width, num_features, own, *, quadratic=True):
@@ -345,6 +363,7 @@ def usages(cases, arch):
             "kernel": f"{kernel.__module__.removeprefix('schoenbat.ops.triton.')}.{kernel.__name__}",
             "dtype": str(shape.dtype),
             "width": shape.dim,
+            "value_dim": shape.value_dim,
             "groups": plan.num_groups,
             "quadratic": plan.quadratic,
             "warps": tiles.num_warps,
@@ -353,6 +372,9 @@ def usages(cases, arch):
 
 
 def main():
+    if "--others" in sys.argv:
+        print(json.dumps(list(usages(other_cases(), 90))))
+        return
     found = list(usages((*trained_cases(), *attention_cases(), *decoding_cases(), *hopper_cases()), 90))
     for module in (plan_module, tiles_module):
         module.is_roomy = lambda device: False
