@@ -118,7 +118,7 @@ def packed_places(o_tile, o_column, narrow, short):
     """The levels and features at the places of the second group's tiles, of which those from `narrow` on are packed.
 
     The first of them has 32 features of a level, 16 of the next and 8 of two more, the second 8 of six levels and 16 of the
-    first group's level `short`: see `plan.PACKED`.
+    first group's level `short`: see `layout.PACKED`.
     """
     o_later = (o_column >= 32).to(gl.int32) + (o_column >= 48).to(gl.int32) + (o_column >= 56).to(gl.int32)
     o_shift = gl.where(o_later == 0, 32, gl.where(o_later == 1, 16, gl.where(o_later == 2, 8, 0)))
@@ -224,7 +224,7 @@ def times_last(b_product, b_factor):
 
 @gluon.jit
 def packing(p_first):
-    """Of each group what `plan.Packing` says: where it ends, but for what is packed, and up to where it is full."""
+    """Of each group what `layout.Packing` says: where it ends, but for what is packed, and up to where it is full."""
     narrow, short = gl.load(p_first + 3), gl.load(p_first + 4)
     return (short, gl.load(p_first + 5)), (gl.load(p_first + 1), narrow, gl.load(p_first + 6))
 
