@@ -98,7 +98,7 @@ ROWS = {
     "p_new_near_keys",
     "p_new_near_values",
 }
-SHORT = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 def signature(kernel, constants, dtype):
