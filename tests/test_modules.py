@@ -824,12 +824,24 @@ def test_calibration_looks_at_real_keys_only_and_at_shared_heads():
         module.calibrate(q, k, v, key_mask=mask, target_scale=0.5)
 
 
-@pytest.mark.parametrize(("scale", "target"), [(0.3, 0.5), ("learned", -1.0), ("learned", math.inf)])
-def test_a_refused_calibration_changes_nothing(scale, target):
+@pytest.mark.parametrize(
+    ("scale", "options", "message"),
+    [
+        (0.3, {"target_scale": 0.5}, r"fixed at 0\.3 and cannot become 0\.5"),
+        (0.3, {"target_scale": math.nan}, "target_scale must be a finite number, got nan"),
+        ("learned", {"target_scale": -1.0}, "a scale must be above 0"),
+        ("learned", {"target_scale": [0.3]}, r"target_scale must be a finite number, got \[0\.3\]"),
+        ("learned", {"is_causal": "no"}, "is_causal must be True or False"),
+        ("learned", {"value": torch.randn(BATCH, HEADS, LENGTH - 1, WIDTH)}, "the same length"),
+        ("learned", {"key": torch.full((BATCH, HEADS, LENGTH, WIDTH), math.nan)}, "no mean"),
+    ],
+)
+def test_a_refused_calibration_changes_nothing(scale, options, message):
     module = make(construction="exact-low", center_keys="learned", normalization=None, scale=scale)
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    with pytest.raises(ValueError, match=r"cannot become 0\.5|a scale must be above 0"):
-        module.calibrate(*inputs(), target_scale=target)
+    call = dict(zip(("query", "key", "value"), inputs(), strict=True)) | options
+    with pytest.raises(ValueError, match=message):
+        module.calibrate(**call)
     for name, tensor in module.state_dict().items():
         assert torch.equal(tensor, before[name]), name
 

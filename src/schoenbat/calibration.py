@@ -10,6 +10,7 @@ from torch import Tensor
 from schoenbat import learned_scale
 from schoenbat.functional import kernelized_attention
 from schoenbat.inputs import arrange_mask, without_masked
+from schoenbat.options import check_number
 from schoenbat.precision import at_least_float32
 
 if TYPE_CHECKING:
@@ -32,6 +33,10 @@ def in_one_batch(
                 f"{name} has leading dimensions {tuple(rows.shape[:-3])}, query has {tuple(batch)}; "
                 "they must agree"
             )
+    if key.shape[-2] != value.shape[-2]:
+        raise ValueError(
+            f"key and value must have the same length, got {key.shape[-2]} and {value.shape[-2]}"
+        )
     mask = arrange_mask("key_mask", key_mask, batch, key)
     query, key, value = (x.reshape(math.prod(batch), *x.shape[-3:]) for x in (query, key, value))
     return query, key, value, None if mask is None else mask[:, 0, 0, :, 0]
@@ -49,6 +54,7 @@ def mean_row(rows: Tensor, mask: Tensor | None) -> Tensor:
 
 def check_target(attention: "SchoenbAt", target: float) -> None:
     """A scale that the module has, or can have."""
+    check_number("target_scale", target)
     if attention.rho is not None:
         learned_scale.rho_of(torch.tensor([target]), attention.kernel)
     elif abs(attention.features.scale - target) > 1e-6 * target:
@@ -64,7 +70,10 @@ def fit_centre(attention: "SchoenbAt", key: Tensor, key_mask: Tensor | None) -> 
         return
     mask = None if key_mask is None else key_mask.flatten()
     by_head = key.transpose(0, 1).flatten(1, 2)  # (H, B·n, d)
-    attention.key_center.copy_(mean_row(by_head, mask).squeeze(-2))
+    mean = mean_row(by_head, mask).squeeze(-2)
+    if not mean.isfinite().all():
+        raise ValueError("key holds NaN or infinite numbers, and so has no mean to be centred by")
+    attention.key_center.copy_(mean)
 
 
 def fit_directions(attention: "SchoenbAt", query: Tensor, key: Tensor, key_mask: Tensor | None) -> None:

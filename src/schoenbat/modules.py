@@ -411,6 +411,7 @@ class SchoenbAt(WithProcessGroup):
             ([3.0], torch.Size([4]))
         """
         self._check(query, key, value)
+        check_flag("is_causal", is_causal)
         if target_scale is not None:
             calibration.check_target(self, target_scale)
         query, key = self._normalize(query, key, None, key_mask, track=False)
