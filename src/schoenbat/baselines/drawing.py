@@ -1,4 +1,4 @@
-"""What a method draws once and keeps: the same numbers on every device."""
+"""What a method draws once and keeps: the same numbers on every device and in every default dtype."""
 
 from collections.abc import Callable
 
@@ -6,18 +6,20 @@ import torch
 from torch import Tensor
 
 from schoenbat.options import check_seed
+from schoenbat.precision import at_least_float32
 
 
 def drawn(
-    draw: Callable[..., Tensor], *shape: int, seed: int, precision: torch.dtype | None = None
+    draw: Callable[..., Tensor], *shape: int, seed: int, precision: torch.dtype = torch.float32
 ) -> Tensor:
-    """What `torch.rand` or `torch.randn` gives for a seed, on the default device and in the default dtype.
+    """What `torch.rand` or `torch.randn` gives for a seed, on the default device, in float32 at least.
 
-    Drawn on the CPU, in the dtype `precision` (None: the default one): a seed means the same everywhere.
+    Drawn on the CPU, in the dtype `precision`: a seed means the same whatever the defaults are.
 
     Example:
         >>> drawn(torch.rand, 2, 3, seed=0).shape
         torch.Size([2, 3])
     """
     generator = torch.Generator("cpu").manual_seed(check_seed(seed))
-    return torch.empty(shape).copy_(draw(shape, generator=generator, dtype=precision, device="cpu"))
+    kept = torch.empty(shape, dtype=at_least_float32(torch.get_default_dtype()))
+    return kept.copy_(draw(shape, generator=generator, dtype=precision, device="cpu"))
