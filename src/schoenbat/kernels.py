@@ -66,7 +66,9 @@ class DotProductKernel:
 
     @property
     def is_exponential(self) -> bool:
-        """Whether f(x) is eˣ, so that attention is softmax and a common shift of all logits cancels.
+        """Whether it is the kernel eˣ, so that attention is softmax and a common shift of all logits cancels.
+
+        By its two names: a formula such as ``"exp(x)"`` is not looked into.
 
         >>> kernel("exp").is_exponential, kernel("trigh").is_exponential, kernel("inv").is_exponential
         (True, True, False)

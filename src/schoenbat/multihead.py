@@ -125,7 +125,8 @@ class MultiheadSchoenbAt(nn.MultiheadAttention):
             key: likewise.
             value: likewise.
             key_padding_mask: ``(B, n_k)``, bool with **True = ignore** (the opposite of `SchoenbAt`'s
-                key_mask), or float of 0 and −inf; other values are a ValueError on the CPU.
+                key_mask), or float of 0 and −inf. Other values are a ValueError on the CPU in eager mode;
+                where nobody looks at them, at most −10⁴ stands for −inf, all above for 0.
             need_weights: also return the attention matrix (quadratic): the weights before post-SBN.
             attn_mask: None, or a causal mask, whose last query sees all keys; anything else is a ValueError.
                 Its values are looked at in eager mode, but elsewhere than on the CPU not where
