@@ -824,23 +824,36 @@ def test_calibration_looks_at_real_keys_only_and_at_shared_heads():
         module.calibrate(q, k, v, key_mask=mask, target_scale=0.5)
 
 
-@pytest.mark.parametrize(
-    ("scale", "options", "message"),
-    [
-        (0.3, {"target_scale": 0.5}, r"fixed at 0\.3 and cannot become 0\.5"),
-        (0.3, {"target_scale": math.nan}, "target_scale must be a finite number, got nan"),
-        ("learned", {"target_scale": -1.0}, "a scale must be above 0"),
-        ("learned", {"target_scale": [0.3]}, r"target_scale must be a finite number, got \[0\.3\]"),
-        ("learned", {"is_causal": "no"}, "is_causal must be True or False"),
-        ("learned", {"value": torch.randn(BATCH, HEADS, LENGTH - 1, WIDTH)}, "the same length"),
-        ("learned", {"key": torch.full((BATCH, HEADS, LENGTH, WIDTH), math.nan)}, "no mean"),
-    ],
-)
-def test_a_refused_calibration_changes_nothing(scale, options, message):
-    module = make(construction="exact-low", center_keys="learned", normalization=None, scale=scale)
+def rows(heads=HEADS, length=LENGTH, fill=0.5):
+    return torch.full((BATCH, heads, length, WIDTH), fill, dtype=torch.float64)
+
+
+REFUSED = [
+    ({"scale": 0.3}, {"target_scale": 0.5}, r"fixed at 0\.3 and cannot become 0\.5"),
+    ({"scale": 0.3}, {"target_scale": math.nan}, "target_scale must be a finite number, got nan"),
+    ({}, {"target_scale": -1.0}, "a scale must be above 0"),
+    ({}, {"target_scale": [0.3]}, r"target_scale must be a finite number, got \[0\.3\]"),
+    ({}, {"is_causal": "no"}, "is_causal must be True or False"),
+    ({}, {"value": rows(length=LENGTH - 1)}, "the same length"),
+    ({}, {"value": rows(heads=1)}, "key has 4 heads and value 1"),
+    ({}, {"key": rows().float()}, "key is torch.float32 but query is torch.float64"),
+    ({}, {"key": rows(fill=math.nan)}, "no mean"),
+    ({}, {"key": rows(length=0), "value": rows(length=0)}, "no key takes part"),
+    ({}, {"key_mask": torch.zeros(BATCH, LENGTH, dtype=torch.bool)}, "no key takes part"),
+    # What is found out when something is fitted already:
+    ({}, {"query": rows(fill=math.nan)}, "query"),
+    ({"kernel": "inv", "center_keys": False}, {"target_scale": 0.9}, "outside the radius 1"),
+    ({"window": 3}, {"query": rows(length=2), "target_scale": 0.3}, "as many"),
+]
+
+
+@pytest.mark.parametrize(("options", "call", "message"), REFUSED)
+def test_a_refused_calibration_changes_nothing(options, call, message):
+    options = {"construction": "exact-low", "center_keys": "learned", "scale": "learned"} | options
+    module = make(normalization=None, **options)
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    call = dict(zip(("query", "key", "value"), inputs(), strict=True)) | options
-    with pytest.raises(ValueError, match=message):
+    call = dict(zip(("query", "key", "value"), inputs(), strict=True)) | call
+    with pytest.raises((TypeError, ValueError), match=message):
         module.calibrate(**call)
     for name, tensor in module.state_dict().items():
         assert torch.equal(tensor, before[name]), name

@@ -1,7 +1,9 @@
 """What `SchoenbAt.calibrate` fits to the rows of a trained model, one function each; rows are normalised."""
 
+import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -9,7 +11,7 @@ from torch import Tensor
 
 from schoenbat import learned_scale
 from schoenbat.functional import kernelized_attention
-from schoenbat.inputs import arrange_mask, without_masked
+from schoenbat.inputs import arrange, without_masked
 from schoenbat.options import check_number
 from schoenbat.precision import at_least_float32
 
@@ -22,23 +24,23 @@ _SHARES = tuple(step / 20 for step in range(1, 41))
 _WEIGHTS = tuple(2 ** (step / 4) for step in range(-12, 33))
 
 
+@contextmanager
+def all_or_nothing(attention: "SchoenbAt") -> Iterator[None]:
+    """Where something cannot be fitted, what was fitted before it is undone."""
+    before = copy.deepcopy(attention.state_dict())
+    try:
+        yield
+    except BaseException:
+        attention.load_state_dict(before)
+        raise
+
+
 def in_one_batch(
     query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Rows ``(..., H, n, ·)`` as ``(B, H, n, ·)``, and their mask as ``(B, n)``."""
-    batch = query.shape[:-3]
-    for name, rows in (("key", key), ("value", value)):
-        if rows.shape[:-3] != batch:
-            raise ValueError(
-                f"{name} has leading dimensions {tuple(rows.shape[:-3])}, query has {tuple(batch)}; "
-                "they must agree"
-            )
-    if key.shape[-2] != value.shape[-2]:
-        raise ValueError(
-            f"key and value must have the same length, got {key.shape[-2]} and {value.shape[-2]}"
-        )
-    mask = arrange_mask("key_mask", key_mask, batch, key)
-    query, key, value = (x.reshape(math.prod(batch), *x.shape[-3:]) for x in (query, key, value))
+    """Rows ``(..., H, n, ·)``, checked, as ``(B, H, n, ·)``, and their mask as ``(B, n)``."""
+    mask = arrange(query, key, value, key_mask, enable_gqa=True).mask
+    query, key, value = (x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:]) for x in (query, key, value))
     return query, key, value, None if mask is None else mask[:, 0, 0, :, 0]
 
 
@@ -70,6 +72,8 @@ def fit_centre(attention: "SchoenbAt", key: Tensor, key_mask: Tensor | None) -> 
         return
     mask = None if key_mask is None else key_mask.flatten()
     by_head = key.transpose(0, 1).flatten(1, 2)  # (H, B·n, d)
+    if not (by_head.shape[1] if mask is None else mask.any()):
+        raise ValueError(f"no key takes part, of {tuple(key.shape)}, so there is no mean to be centred by")
     mean = mean_row(by_head, mask).squeeze(-2)
     if not mean.isfinite().all():
         raise ValueError("key holds NaN or infinite numbers, and so has no mean to be centred by")

@@ -414,13 +414,14 @@ class SchoenbAt(WithProcessGroup):
         check_flag("is_causal", is_causal)
         if target_scale is not None:
             calibration.check_target(self, target_scale)
-        query, key = self._normalize(query, key, None, key_mask, track=False)
         query, key, value, key_mask = calibration.in_one_batch(query, key, value, key_mask)
-        calibration.fit_centre(self, key, key_mask)
-        calibration.fit_directions(self, query, self._center(key, key_mask, is_causal), key_mask)
-        if target_scale is not None:
-            call = calibration.Call(query, key, value, key_mask, is_causal)
-            calibration.fit_scale(self, call, target_scale)
+        query, key = self._normalize(query, key, None, key_mask, track=False)
+        with calibration.all_or_nothing(self):
+            calibration.fit_centre(self, key, key_mask)
+            calibration.fit_directions(self, query, self._center(key, key_mask, is_causal), key_mask)
+            if target_scale is not None:
+                call = calibration.Call(query, key, value, key_mask, is_causal)
+                calibration.fit_scale(self, call, target_scale)
 
     def set_scale(self, scale: Tensor) -> None:
         """Give each head the logit scale it is to go on from, ``(num_heads,)``, where it is learned.
