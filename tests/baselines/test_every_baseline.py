@@ -58,6 +58,21 @@ def test_what_is_drawn_lies_on_the_default_device_and_is_the_same_everywhere(nam
         assert a.is_meta or torch.equal(a.cpu(), b)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", attention_names())
+def test_what_is_drawn_is_the_same_in_every_default_dtype(name, dtype):
+    right = dict(build(name).named_buffers())
+    torch.set_default_dtype(dtype)
+    try:
+        got = dict(build(name).named_buffers())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for buffer, numbers in got.items():
+        if numbers.is_floating_point():
+            assert numbers.dtype == torch.promote_types(dtype, torch.float32)
+        torch.testing.assert_close(numbers.to(right[buffer].dtype), right[buffer], rtol=1e-6, atol=1e-7)
+
+
 @pytest.mark.parametrize("name", attention_names())
 def test_a_cast_to_half_precision_leaves_what_is_drawn(name):
     right, got = (dict(attention.named_buffers()) for attention in (build(name), build(name).bfloat16()))
@@ -152,6 +167,10 @@ BASELINES = [
     Baseline("mean", rounding=1e-5, largest=64),
     Baseline("none", rounding=1e-5, largest=64),
 ]
+
+
+def test_every_baseline_has_a_line():
+    assert {baseline.text.partition(":")[0] for baseline in BASELINES} == {*attention_names()} - {"schoenbat"}
 
 
 def in_each_form(baselines):

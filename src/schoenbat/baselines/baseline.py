@@ -63,8 +63,6 @@ class Baseline(nn.Module):
         q, k, v = (x.expand(-1, -1, groups, -1, -1).flatten(1, 2) for x in arranged[:3])
         real = arranged.mask, arrange_mask("query_mask", query_mask, query.shape[:-3], query)
         keys, queries = (None if mask is None else mask[:, 0, 0, :, 0] for mask in real)
-        if queries is None and self.needs_equal_lengths:
-            queries = keys
         return arranged.restore(self.attend(q, k, v, keys, queries, is_causal)[:, :, None])
 
     def attend(

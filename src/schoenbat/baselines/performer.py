@@ -10,7 +10,7 @@ from schoenbat.baselines.baseline import Baseline
 from schoenbat.baselines.linear_attention import linear_attention
 from schoenbat.baselines.masking import hide
 from schoenbat.options import MOST, check_count, check_seed
-from schoenbat.precision import StaysPrecise, without_autocast
+from schoenbat.precision import StaysPrecise, at_least_float32, without_autocast
 
 
 class Performer(StaysPrecise, Baseline):
@@ -49,7 +49,8 @@ class Performer(StaysPrecise, Baseline):
     def __init__(self, head_dim: int, num_heads: int, *, num_features: int = 128, seed: int = 0) -> None:
         super().__init__(head_dim, num_heads)
         self.num_features = check_count("num_features", num_features, most=MOST)
-        self.register_buffer("directions", torch.empty(num_features, head_dim))
+        dtype = at_least_float32(torch.get_default_dtype())
+        self.register_buffer("directions", torch.empty(num_features, head_dim, dtype=dtype))
         self.redraw(seed)
 
     @torch.no_grad()
