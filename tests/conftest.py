@@ -2,7 +2,6 @@
 
 import os
 import signal
-from importlib import metadata
 
 import pytest
 import torch
@@ -23,9 +22,11 @@ def pytest_configure(config):
     """Reports of runs on a GPU say which; pytest's own fixture for that does nothing with several workers."""
     report = config.stash.get(xml_key, None)
     if report is not None and torch.cuda.is_available():
+        from schoenbat.report.results import versions
+
         report.add_global_property("device", torch.cuda.get_device_name())
-        report.add_global_property("torch", torch.__version__)
-        report.add_global_property("triton", metadata.version("triton"))
+        for name, version in versions().items():
+            report.add_global_property(name, version)
 
 
 @pytest.fixture(autouse=True)

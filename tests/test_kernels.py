@@ -337,6 +337,8 @@ def test_check_knows_key_heads_that_are_shared() -> None:
     kernel("inv").check(query, key, scale=1.0)
     with pytest.raises(ValueError, match="6 query heads cannot share 4 key heads evenly"):
         kernel("inv").check(query, torch.zeros(2, 4, 7, 4))
+    with pytest.raises(ValueError, match="largest logit, 2,"):  # one query for all key heads
+        kernel("inv").check(query[1:, 3:4], key, scale=1.0)
 
 
 def test_check_looks_at_every_chunk_and_past_nan() -> None:

@@ -169,8 +169,8 @@ class DotProductKernel:
 
 
 def _for_each_query_head(key: Tensor, query: Tensor) -> Tensor:
-    """Key heads that several query heads share, as often as they are shared."""
-    if query.dim() < 3 or key.dim() < 3 or query.shape[-3] == key.shape[-3]:
+    """Key heads that several query heads share, as often as they are shared; one alone meets all keys."""
+    if query.dim() < 3 or key.dim() < 3 or query.shape[-3] in (1, key.shape[-3]):
         return key
     if not key.shape[-3] or query.shape[-3] % key.shape[-3]:
         raise ValueError(f"{query.shape[-3]} query heads cannot share {key.shape[-3]} key heads evenly")

@@ -27,6 +27,7 @@ from schoenbat.ops.blocks import (
 )
 from schoenbat.ops.denominator import guard, guard_backward
 from schoenbat.ops.sums import key_count
+from schoenbat.precision import at_least_float32
 
 
 class Summary(NamedTuple):
@@ -36,11 +37,6 @@ class Summary(NamedTuple):
     feature_sum: Tensor  # (B, H, 1, F, 1): Σ φ(k)
     key_mean: Tensor  # (B, H, 1, 1, d): of the scaled keys
     value_mean: Tensor  # (B, H, 1, 1, d_v)
-
-
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """State and accumulation are float32 at least."""
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 def spans(x: Tensor) -> Iterator[slice]:
@@ -83,7 +79,7 @@ def summarize(key: Tensor, value: Tensor, mask: Tensor | None, blocks: Blocks, k
     """Keys and values as sums, in one pass: centred on the first chunk's mean, then on the whole mean."""
     divisor = key_count(key, mask).clamp(min=1)
     first = next(spans(key))
-    values = keep(mask, first, value[..., first, :]).sum(-2, True, dtype=compute_dtype(key))
+    values = keep(mask, first, value[..., first, :]).sum(-2, True, dtype=at_least_float32(key.dtype))
     centre = values / divisor.clamp(max=max(1, value[..., first, :].shape[-2]))
 
     evaluator = Evaluator(blocks)

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from schoenbat.kernels import DotProductKernel
 from schoenbat.ops.flex import compiled_flex
 from schoenbat.ops.keeping import is_concrete, is_transformed
+from schoenbat.precision import at_least_float32
 
 
 def attend(
@@ -28,7 +29,7 @@ def attend(
     is_causal: bool,
 ) -> Tensor:
     """``Σ_j f(s·⟨q, k_j⟩) v_j / Σ_j f(s·⟨q, k_j⟩)``; a row without keys gives zeros."""
-    dtype = torch.promote_types(query.dtype, torch.float32)
+    dtype = at_least_float32(query.dtype)
     if isinstance(scale, Tensor):
         query, scale = query * scale.to(dtype), 1.0
     # Keys that take no part must not reach a product: 0 · NaN is NaN.
@@ -63,7 +64,7 @@ def _visible(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool) -
 
 def _softmax(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scale: float) -> Tensor:
     if is_transformed():  # PyTorch's own has no forward-mode derivatives, and no second ones
-        dtype = torch.promote_types(query.dtype, torch.float32)
+        dtype = at_least_float32(query.dtype)
         logits = query.to(dtype) @ key.to(dtype).mT * scale
         logits = logits if visible is None else torch.where(visible, logits, -math.inf)
         return logits.softmax(-1) @ value.to(dtype)
@@ -82,7 +83,7 @@ def _with_nan(out: Tensor, query: Tensor, key: Tensor, scale: float) -> Tensor:
     zeros = out.detach()[..., :1] == 0
     if not zeros.any():
         return out
-    dtype = torch.promote_types(query.dtype, torch.float32)
+    dtype = at_least_float32(query.dtype)
     largest = key.detach().abs().amax((-2, -1), keepdim=True).to(dtype)
     bound = query.detach().abs().sum(-1, keepdim=True, dtype=dtype) * largest * abs(scale)
     return torch.where((out == 0).all(-1, keepdim=True) & ~bound.isfinite(), torch.nan, out)

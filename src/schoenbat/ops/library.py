@@ -18,6 +18,7 @@ from schoenbat.ops.eager import Summary
 from schoenbat.ops.eager_causal import Inputs
 from schoenbat.ops.operators import operator
 from schoenbat.ops.sums import Sums
+from schoenbat.precision import at_least_float32
 
 
 def _empty_like(*tensors: Tensor) -> list[Tensor]:
@@ -39,7 +40,7 @@ def summarize(
 @summarize.register_fake
 def _(key: Tensor, value: Tensor, mask: Any, maps: Any, layout: Any, key_scale: float) -> list[Tensor]:
     features = sum(Blocks.from_layout(maps, layout).sizes)
-    lead, dtype = (*key.shape[:2], 1), eager.compute_dtype(key)
+    lead, dtype = (*key.shape[:2], 1), at_least_float32(key.dtype)
     shapes = (features, value.shape[-1]), (features, 1), (1, key.shape[-1]), (1, value.shape[-1])
     return [key.new_empty(*lead, *shape, dtype=dtype) for shape in shapes]
 

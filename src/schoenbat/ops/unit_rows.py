@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from schoenbat.ops.keeping import is_concrete
+from schoenbat.precision import at_least_float32
 
 
 class UnitRows(NamedTuple):
@@ -18,7 +19,7 @@ class UnitRows(NamedTuple):
     eps: float
 
     def __call__(self, x: Tensor) -> Tensor:
-        rows = x.to(torch.promote_types(x.dtype, torch.float32))
+        rows = x.to(at_least_float32(x.dtype))
         if self.centred:
             rows = _centred(_centred(rows))
         square = rows.square().sum(-1, keepdim=True)

@@ -1,6 +1,7 @@
 """The one format of results: a JSON file that says what was measured, on which machine, by which command."""
 
 import contextlib
+import importlib
 import json
 import platform
 import shlex
@@ -8,7 +9,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ def write_results(
         "experiment": experiment,
         "command": shlex.join([_program(), *sys.argv[1:]]),
         "finished": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": _versions(),
+        "versions": versions(),
         "machine": {
             "system": platform.platform(),
             "device": device_name(torch.device(device)),
@@ -38,14 +38,15 @@ def write_results(
     write_atomically(path, json.dumps(results, indent=1, default=str) + "\n")
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Of what figures depend on; of Triton, by which fused kernels are compiled, where there is one."""
     known = {
         "schoenbat": schoenbat.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-    with contextlib.suppress(metadata.PackageNotFoundError):  # fused kernels are compiled by it
-        known["triton"] = metadata.version("triton")
+    with contextlib.suppress(ImportError):  # packages of several names hold it
+        known["triton"] = importlib.import_module("triton").__version__
     return known
 
 

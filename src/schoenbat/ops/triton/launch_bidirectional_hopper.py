@@ -18,7 +18,7 @@ _ROWS = 128
 _PROGRAMS = 132
 
 
-def split(rows: int, heads: int) -> tuple[int, int]:
+def _cut(rows: int, heads: int) -> tuple[int, int]:
     """How many programs share a sequence, and how many tiles each has."""
     tiles = max(1, cdiv(rows, _ROWS))
     each = cdiv(tiles, max(1, min(tiles, _PROGRAMS // heads)))
@@ -41,7 +41,7 @@ def _form_sums(
 ) -> list[Tensor]:
     """As in `launch`: parts of the sums over keys, or over queries with what they have `by_row`."""
     heads, n = x.shape[0] * x.shape[1], x.shape[-2]
-    splits, each = split(n, heads)
+    splits, each = _cut(n, heads)
     shapes = ((heads * splits, *size) for size in summary_shapes(shape, plan))
     sums = [x.new_empty(size, dtype=torch.float32) for size in shapes]
     kernel[(heads * splits,)](
@@ -123,7 +123,7 @@ def read(
     from schoenbat.ops.triton.hopper import degrees
 
     heads = q.shape[0] * q.shape[1]
-    splits, each = split(q.shape[-2], heads)
+    splits, each = _cut(q.shape[-2], heads)
     degrees.read[(splits * heads,)](
         *(q, out, query_scale, *summary, per_map(coefficients, plan)),
         *(*q.stride()[:3], q.shape[-2], each, splits, unit.eps, *_map(plan)),
@@ -145,7 +145,7 @@ def read_backward(
     from schoenbat.ops.triton.hopper import degrees_backward
 
     heads = q.shape[0] * q.shape[1]
-    splits, each = split(q.shape[-2], heads)
+    splits, each = _cut(q.shape[-2], heads)
     grad_query, to_scale = q.new_empty(q.shape), q.new_empty(*q.shape[:2], splits, dtype=torch.float32)
     by_row = [q.new_empty(q.shape[:-1], dtype=torch.float32) for _ in range(3)]
     degrees_backward.read_backward[(splits * heads,)](
@@ -171,7 +171,7 @@ def key_backward(
     from schoenbat.ops.triton.hopper import degrees_backward
 
     heads = k.shape[0] * k.shape[1]
-    splits, each = split(k.shape[-2], heads)
+    splits, each = _cut(k.shape[-2], heads)
     to_sums, to_totals, to_key, to_value = to_summary
     grad_key, grad_value = k.new_empty(k.shape), v.new_empty(v.shape)
     degrees_backward.key_backward[(splits * heads,)](
