@@ -1,15 +1,14 @@
 """ppSBN: bring rows into the unit ball before the feature map, give the output its scale back after it."""
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from schoenbat.collectives import WithProcessGroup, check_group, sum_over_ranks
 from schoenbat.inputs import arrange_mask, check_tensors
-from schoenbat.ops.keeping import is_concrete
-from schoenbat.ops.operators import as_operators
+from schoenbat.ops.odd_power import odd_power
 from schoenbat.ops.unit_rows import UnitRows
 from schoenbat.options import check_count, check_dtype, check_number
 from schoenbat.precision import StaysPrecise, at_least_float32, without_autocast
@@ -225,52 +224,4 @@ class PostSBN(nn.Module):
             heads, width = self.gamma.shape
             raise ValueError(f"expected (..., {heads}, n, {width}), got {tuple(x.shape)}")
         with without_autocast(x):
-            if is_concrete(x) and as_operators():
-                return _OddPower.apply(x, self.gamma, self.beta, self.epsilon)
-            return _odd_power(x, self.gamma, self.beta, self.epsilon)
-
-
-def _odd_power(x: Tensor, gamma: Tensor, beta: Tensor, epsilon: float) -> Tensor:
-    """What `PostSBN` gives."""
-    a, size = _sizes(x, epsilon)
-    return (gamma.to(a.dtype)[:, None] * a * (size.log() * _exponent(beta, a)).exp()).to(x.dtype)
-
-
-def _sizes(x: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """a in float32 at least, and √(a² + ε²)."""
-    a = x.to(at_least_float32(x.dtype))
-    if torch.onnx.is_in_onnx_export():  # which knows no hypot
-        size = (a.square() + epsilon**2).sqrt()
-    else:
-        size = torch.hypot(a, a.new_full((), epsilon))  # whose square may not fit
-    # The logarithm of infinity, times an exponent of 0, would not be a number.
-    return a, size.clamp(max=torch.finfo(a.dtype).max)
-
-
-def _exponent(beta: Tensor, a: Tensor) -> Tensor:
-    """Of sizes. Powers go by logarithms: `pow` does more, for numbers that no size is, and takes longer."""
-    return beta.to(a.dtype).abs()[:, None] - 1
-
-
-class _OddPower(torch.autograd.Function):
-    """The same in place; gradients start from x alone, as what lies between is as large, in float32."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, gamma: Tensor, beta: Tensor, epsilon: float) -> Tensor:
-        ctx.save_for_backward(x, gamma, beta)
-        ctx.epsilon = epsilon
-        a, size = _sizes(x, epsilon)
-        power = size.log_().mul_(_exponent(beta, a)).exp_()
-        return power.mul_(a).mul_(gamma.to(a.dtype)[:, None]).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, gamma, beta = ctx.saved_tensors
-        a, size = _sizes(x, ctx.epsilon)
-        log, exponent = size.log(), _exponent(beta, a)
-        g = grad.to(a.dtype) * (log * exponent).exp()
-        by_row = g * a
-        rows = tuple(d for d in range(x.dim()) if d not in (x.dim() - 3, x.dim() - 1))
-        to_gamma, to_beta = by_row.sum(rows), (by_row * log).sum(rows) * gamma * beta.sign()
-        to_x = g * gamma.to(a.dtype)[:, None] * (1 + exponent * (a / size).square())
-        return to_x.to(x.dtype), to_gamma.to(gamma.dtype), to_beta.to(beta.dtype), None
+            return odd_power(x, self.gamma, self.beta, self.epsilon)

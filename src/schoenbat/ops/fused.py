@@ -21,12 +21,19 @@ WIDEST_HEAD, WIDEST_TRAINED = 256, 128
 _WIDEST_VALUE = 128
 
 
-def obstacle(query: Tensor) -> str | None:
-    """Why the fused kernels cannot run a call; None if they can."""
+def device_obstacle(query: Tensor) -> str | None:
+    """Why no kernel can run on a tensor; None if some can."""
     if not (_HAS_TRITON and (query.is_cuda or _INTERPRETED)):
         return f"it needs the package triton and a CUDA device, the query is on {query.device}"
     if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"it knows float16, bfloat16 and float32, the query is {query.dtype}"
+    return None
+
+
+def obstacle(query: Tensor) -> str | None:
+    """Why the fused kernels cannot run a call; None if they can."""
+    if (problem := device_obstacle(query)) is not None:
+        return problem
     if query.shape[-1] > WIDEST_HEAD:
         return f"heads are at most {WIDEST_HEAD} wide, got {query.shape[-1]}"
     if not query.shape[0] * query.shape[1]:

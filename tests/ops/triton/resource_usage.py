@@ -36,6 +36,7 @@ from schoenbat.ops.triton.kernels import (
     causal_sums,
     decode,
     decode_window,
+    odd_power,
     window,
     window_backward,
 )
@@ -75,6 +76,7 @@ INTEGERS = {
 }
 ROWS = {
     "p_x",
+    "p_dx",
     "p_rows",
     "p_query",
     "p_out",
@@ -347,6 +349,16 @@ def decoding_cases():
             yield decode_window.step, shape, plan_of(shape, quadratic, 256), tiles, own
 
 
+def odd_power_cases():
+    """One tile of columns, and two of which the last has less."""
+    for width, columns in ((64, 64), (200, 128)):
+        shape = shape_of(width, torch.bfloat16)
+        tiles = Tiles(2048 // columns, 4, 3)
+        own = {"EPSILON": 1e-3, "WIDTH": width, "COLUMNS": columns}
+        for kernel in (odd_power.forward, odd_power.backward):
+            yield kernel, shape, plan_of(shape, True, width), tiles, own
+
+
 def cases_of_less_memory():
     """Pairs, which take most."""
     for width in (64, 128):
@@ -375,7 +387,11 @@ def main():
     if "--others" in sys.argv:
         print(json.dumps(list(usages(other_cases(), 90))))
         return
-    found = list(usages((*trained_cases(), *attention_cases(), *decoding_cases(), *hopper_cases()), 90))
+    found = list(
+        usages(
+            (*trained_cases(), *attention_cases(), *decoding_cases(), *odd_power_cases(), *hopper_cases()), 90
+        )
+    )
     for module in (plan_module, tiles_module):
         module.is_roomy = lambda device: False
     print(json.dumps([*found, *usages(cases_of_less_memory(), 89)]))

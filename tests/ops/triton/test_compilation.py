@@ -50,6 +50,8 @@ def usages(every_usage):
 
 
 def allowed(usage):
+    if usage["kernel"].startswith("kernels.odd_power."):
+        return 0
     if usage["limit"] is not None:
         return SPILLED_WITH_FEWER_REGISTERS
     if usage["kernel"].endswith("map_backward"):
@@ -72,7 +74,7 @@ def allowed(usage):
 
 
 def test_nothing_spills_more_than_is_known(usages):
-    assert len(usages) == 167
+    assert len(usages) == 171
     for usage in usages:
         assert usage["stack"] <= allowed(usage), usage
 
