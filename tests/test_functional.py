@@ -325,8 +325,10 @@ def test_what_is_no_map_and_what_is_no_state_is_named(features):
     ):
         with pytest.raises(TypeError, match="features must be a MaclaurinFeatures, got 'exp'"):
             call()
-    with pytest.raises(TypeError, match=r"state must be an RMFAState, got None; begin with RMFAState\.zeros"):
-        rmfa_step(*tensors, features, None)
+    with pytest.raises(
+        TypeError, match=r"state must be an RMFAState, got tuple; begin with RMFAState\.zeros"
+    ):
+        rmfa_step(*tensors, features, (tensors[0], state))
 
 
 def test_a_compiled_map_is_a_map(features):

@@ -39,6 +39,10 @@ def test_shapes(attend, shapes, message):
 def test_uneven_groups(attend):
     with pytest.raises(ValueError, match="4 query heads cannot share 3 key heads evenly"):
         attend(*inputs(query=(2, 4, 5, 4)), enable_gqa=True)
+    with pytest.raises(
+        ValueError, match="cannot share 3 key heads evenly"
+    ):  # nor would it help to ask for it
+        attend(*inputs(query=(2, 2, 5, 4)))
 
 
 def test_dtypes(attend):

@@ -1009,7 +1009,24 @@ def test_calibrate_takes_rows_of_all_leading_dimensions_that_forward_takes(lead,
 def test_calibrate_refuses_rows_whose_leading_dimensions_differ():
     q, k = torch.randn(2, 3, 4, 10, 8), torch.randn(3, 2, 4, 10, 8)
     with pytest.raises(ValueError, match=r"key has leading dimensions \(3, 2\), query has \(2, 3\)"):
-        SchoenbAt(8, 4).calibrate(q, k, k)
+        SchoenbAt(8, 4, construction="exact-low").calibrate(q, k, k)
+
+
+def test_calibrate_says_where_there_is_nothing_to_fit():
+    x = torch.randn(2, 4, 10, 8)
+    with pytest.raises(ValueError, match=r"nothing to fit: .* 'unbiased' .* give a target_scale, or"):
+        SchoenbAt(8, 4).calibrate(x, x, x)
+    SchoenbAt(8, 4).calibrate(x, x, x, target_scale=1.0)
+
+
+@pytest.mark.parametrize("method", ["set_scale", "set_far_weight"])
+def test_what_heads_are_given_is_a_tensor_with_a_number_for_each(method):
+    module = SchoenbAt(8, 4, 40, window=2)
+    with pytest.raises(TypeError, match=r"for each head by a tensor \(num_heads,\), got 2\.0"):
+        getattr(module, method)(2.0)
+    for wrong in (torch.ones(3), torch.tensor(1.0)):
+        with pytest.raises(ValueError, match=r"must be of shape \(4,\), one for each head"):
+            getattr(module, method)(wrong)
 
 
 def test_calibrate_takes_one_mask_for_the_whole_batch():

@@ -483,10 +483,11 @@ def test_widths_and_heads_follow_from_the_embedding(name):
 
 
 @pytest.mark.parametrize("least", [-1e4, -1e9, torch.finfo(torch.float32).min, -math.inf])
-def test_where_a_padding_mask_is_not_looked_at_what_softmax_makes_zero_of_is_ignored(least):
+def test_what_softmax_makes_zero_of_is_ignored_whether_a_padding_mask_is_looked_at_or_not(least):
     module, x, ignored = make(), inputs(), padding(4, 7, 5)
     expected, _ = module(x, x, x, key_padding_mask=ignored)
     mask = torch.zeros(ignored.shape).masked_fill(ignored, least)
+    assert torch.equal(module(x, x, x, key_padding_mask=mask)[0], expected)
     compiled = torch.compile(module, fullgraph=True, backend="eager")
     out, _ = compiled(x, x, x, key_padding_mask=mask)
     torch.testing.assert_close(out, expected)
@@ -501,7 +502,7 @@ def test_a_mask_of_biases_is_told_why_it_is_refused():
 
 def test_bad_padding_masks_are_errors():
     module, x = make(), inputs()
-    with pytest.raises(ValueError, match="0 and -inf only"):
+    with pytest.raises(ValueError, match=r"0 and -inf only, got 0\.5"):
         module(x, x, x, key_padding_mask=torch.full((BATCH, LENGTH), 0.5))
     with pytest.raises(ValueError, match=r"key_padding_mask must be \(B, n_k\) = "):
         module(x, x, x, key_padding_mask=padding(4, 4, 4)[:, 1:])

@@ -89,9 +89,10 @@ def rmfa(
     Differentiable once (second derivatives raise, except under `torch.func`, where plain PyTorch runs).
 
     Args:
-        query: ``(..., H, n_q, d)``; or all three nested, ``(B, H, jagged, ·)`` of layout torch.jagged, as the
-            output then is.
-        key: ``(..., H, n_k, d)``.
+        query: ``(..., H, n_q, d)``, best of rows of norm 1: a map serves logits of about its scale, not of
+            many times that. Or all three nested, ``(B, H, jagged, ·)`` of layout torch.jagged, as the output
+            then is.
+        key: ``(..., H, n_k, d)``, likewise.
         value: ``(..., H, n_k, d_v)``.
         features: the map. If it has one map per head, there are as many as key heads.
         key_mask: bool ``(..., n_k)``, **True = takes part**: masked keys leave numerator and denominator. A
@@ -231,7 +232,8 @@ def step(
     inputs = arrange(query, key, value, key_mask, enable_gqa)
     if not isinstance(state, RMFAState):
         raise TypeError(
-            f"state must be an RMFAState, got {state!r}; begin with RMFAState.zeros(features, ...)"
+            f"state must be an RMFAState, got {type(state).__name__}; "
+            "begin with RMFAState.zeros(features, ...)"
         )
     state._check(inputs.key, inputs.value, features)
     if query.shape[-2] != key.shape[-2]:

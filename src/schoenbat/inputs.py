@@ -60,12 +60,15 @@ def arrange(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, 
     query_heads, heads = _heads(query), _heads(key)
     if _heads(value) != heads:
         raise ValueError(f"key has {heads} heads and value {_heads(value)}; they must agree")
+    if heads == 0 or query_heads % heads:
+        raise ValueError(
+            f"{query_heads} query heads cannot share {heads} key heads evenly: query {tuple(query.shape)} and "
+            f"key {tuple(key.shape)} are taken for (..., heads, n, d)"
+        )
     if query_heads != heads and not enable_gqa:
         raise ValueError(
             f"query has {query_heads} heads and key {heads}; pass enable_gqa=True to share key heads"
         )
-    if heads == 0 or query_heads % heads:
-        raise ValueError(f"{query_heads} query heads cannot share {heads} key heads evenly")
     size = math.prod(batch)
     return Arranged(
         query.reshape(size, heads, query_heads // heads, *query.shape[-2:]),
@@ -156,8 +159,8 @@ def refuse_overflow(
         batch_row = int(overflowed.nonzero()[0])
         raise ValueError(
             f"the result of batch row {batch_row} is beyond the range of {results[0].dtype}, or something on "
-            "the way to it is: query, key or value are too large; normalise their rows, lower the scale, or "
-            "use a wider dtype"
+            "the way to it is: query, key or value are too large, or a learned scale has run away; normalise "
+            "rows, lower the scale (or its learning rate), or use a wider dtype"
         )
 
 
@@ -233,7 +236,10 @@ def arrange_mask(name: str, mask: Tensor | None, batch: torch.Size, rows: Tensor
         return None
     _check_dense(name, mask)
     if mask.dtype != torch.bool:
-        raise TypeError(f"{name} must be bool with True = takes part, got {mask.dtype}")
+        raise TypeError(
+            f"{name} must be bool with True = takes part, got {mask.dtype}: pass mask.bool() for ones and "
+            "zeros, mask == 0 for a float mask of 0 and -inf"
+        )
     expected = (*batch, rows.shape[-2])
     if mask.shape != expected and mask.shape != (1,) * len(batch) + expected[-1:]:
         raise ValueError(f"{name} must have shape {expected}, got {tuple(mask.shape)}")

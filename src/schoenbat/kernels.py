@@ -238,9 +238,15 @@ def kernel(name_or_kernel: str | DotProductKernel) -> DotProductKernel:
     if isinstance(name_or_kernel, DotProductKernel):
         return name_or_kernel
     if not isinstance(name_or_kernel, str):
-        raise TypeError(f"kernel must be a name or a DotProductKernel, got {type(name_or_kernel).__name__}")
+        raise TypeError(
+            f"kernel must be a name or a DotProductKernel, got {type(name_or_kernel).__name__}; "
+            "make one of a formula with DotProductKernel.from_expression('...')"
+        )
     if name_or_kernel not in _NAMED:
-        raise ValueError(f"unknown kernel {name_or_kernel!r}: the names are {', '.join(_NAMED)}")
+        raise ValueError(
+            f"unknown kernel {name_or_kernel!r}: the names are {', '.join(_NAMED)}; others are made by "
+            "polynomial(...) and DotProductKernel.from_expression('...')"
+        )
     return DotProductKernel(name_or_kernel, *_NAMED[name_or_kernel], _recipe=(kernel, (name_or_kernel,)))
 
 

@@ -2,10 +2,11 @@
 
     ``4·exp(20ρ)``, or ``R·sigmoid(20ρ + logit 0.9)`` for a kernel of finite radius R
 
-Both start at ρ = 0 and cannot leave the range in which a scale makes sense.
+Both start at ρ = 0; a scale is always positive, and below the radius.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch import Tensor
 from schoenbat.kernels import DotProductKernel
 from schoenbat.precision import at_least_float32
 
-# ρ moves by about the learning rate a step; twenty times that is what a scale needs.
+# By Adam ρ moves by about the learning rate a step; twenty times that is what a scale needs.
 SPEED = 20.0
 _FIRST = 4.0
 _FIRST_SHARE_OF_RADIUS = 0.9
@@ -43,7 +44,7 @@ def rho_of(scale: Tensor, kernel: DotProductKernel) -> Tensor:
         >>> rho_of(torch.tensor([4.0]), kernel("exp")).item()
         0.0
     """
-    scale = scale.to(torch.float64)
+    scale = _of_heads("a scale", scale)
     if not _lies_between_zero_and(kernel.radius, scale):
         raise ValueError(
             f"a scale must be above 0 and below the radius {kernel.radius:g} of the kernel "
@@ -61,10 +62,16 @@ def weight_of(rho: Tensor) -> Tensor:
 
 def rho_of_weight(weight: Tensor) -> Tensor:
     """The ρ that stands for a weight; ValueError unless it is positive and finite."""
-    weight = weight.to(torch.float64)
+    weight = _of_heads("the weight of far keys", weight)
     if not _lies_between_zero_and(math.inf, weight):
         raise ValueError(f"the weight of far keys must be positive and finite, got {weight.tolist()}")
     return weight.log() / SPEED
+
+
+def _of_heads(name: str, values: Any) -> Tensor:
+    if not isinstance(values, Tensor):
+        raise TypeError(f"{name} is given for each head by a tensor (num_heads,), got {values!r}")
+    return values.to(torch.float64)
 
 
 def _lies_between_zero_and(limit: float, values: Tensor) -> bool:

@@ -331,6 +331,7 @@ class SchoenbAt(WithProcessGroup):
     ) -> tuple[Tensor, State]:
         """Decode n new tokens; the state of fixed size stands for all before them (None: nothing before).
 
+        Call it under `torch.no_grad()` unless gradients are wanted, which need all that a state came from.
         With a window it is an `RMFAWindowState`, else an `RMFAState`.
 
         Example:
@@ -414,6 +415,12 @@ class SchoenbAt(WithProcessGroup):
         check_flag("is_causal", is_causal)
         if target_scale is not None:
             calibration.check_target(self, target_scale)
+        elif self.key_center is None and self.features.construction != "exact-low":
+            raise ValueError(
+                f"there is nothing to fit: no learned centre, and a map of construction "
+                f"{self.features.construction!r} has no directions to turn; give a target_scale, or make the "
+                "module with construction='exact-low' or center_keys='learned'"
+            )
         query, key, value, key_mask = calibration.in_one_batch(query, key, value, key_mask)
         query, key = self._normalize(query, key, None, key_mask, track=False)
         with calibration.all_or_nothing(self):
@@ -432,15 +439,24 @@ class SchoenbAt(WithProcessGroup):
             raise ValueError(
                 f"the scale is fixed at {self.features.scale:.4g}; make the module with scale='learned'"
             )
+        rho = learned_scale.rho_of(scale, self.kernel)
         with torch.no_grad():
-            self.rho.copy_(learned_scale.rho_of(scale, self.kernel))
+            self.rho.copy_(self._for_each_head("scale", rho))
 
     def set_far_weight(self, weight: Tensor) -> None:
         """Give each head the weight of far keys that it is to go on from, ``(num_heads,)``."""
         if self.far_rho is None:
             raise ValueError("without a window all keys are far; make the module with window=w")
+        rho = learned_scale.rho_of_weight(weight)
         with torch.no_grad():
-            self.far_rho.copy_(learned_scale.rho_of_weight(weight))
+            self.far_rho.copy_(self._for_each_head("weight", rho))
+
+    def _for_each_head(self, name: str, numbers: Tensor) -> Tensor:
+        if numbers.shape != (self.num_heads,):
+            raise ValueError(
+                f"{name} must be of shape ({self.num_heads},), one for each head, got {tuple(numbers.shape)}"
+            )
+        return numbers
 
     def _normalize(
         self,

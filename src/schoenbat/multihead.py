@@ -125,8 +125,8 @@ class MultiheadSchoenbAt(nn.MultiheadAttention):
             key: likewise.
             value: likewise.
             key_padding_mask: ``(B, n_k)``, bool with **True = ignore** (the opposite of `SchoenbAt`'s
-                key_mask), or float of 0 and −inf. Other values are a ValueError on the CPU in eager mode;
-                where nobody looks at them, at most −10⁴ stands for −inf, all above for 0.
+                key_mask), or float of 0 and −inf, for which −10⁴ and less stand, too. Other values are a
+                ValueError on the CPU in eager mode; where nobody looks at them they stand for 0.
             need_weights: also return the attention matrix (quadratic): the weights before post-SBN.
             attn_mask: None, or a causal mask, whose last query sees all keys; anything else is a ValueError.
                 Its values are looked at in eager mode, but elsewhere than on the CPU not where
@@ -269,8 +269,8 @@ def _check_masks(**masks: Tensor | None) -> None:
 def _key_mask(key_padding_mask: Tensor | None, keys: torch.Size) -> Tensor | None:
     """True = ignore, or 0 / −inf, becomes True = takes part.
 
-    Only on the CPU is it looked at whether a mask holds nothing else: a GPU would have to be waited for.
-    Where it is not, what softmax would make zero of counts as −inf.
+    What softmax would make zero of counts as −inf. Only on the CPU is it looked at whether a mask holds
+    nothing else: a GPU would have to be waited for.
     """
     if key_padding_mask is None:
         return None
@@ -280,9 +280,14 @@ def _key_mask(key_padding_mask: Tensor | None, keys: torch.Size) -> Tensor | Non
         )
     if key_padding_mask.dtype == torch.bool:
         return ~key_padding_mask
-    if _may_look(key_padding_mask) and not _is_of_zero_and_minus_infinity(key_padding_mask):
-        raise ValueError("a float key_padding_mask must hold 0 and -inf only: other biases need the weights")
-    return ~(key_padding_mask <= _AS_GOOD_AS_MINUS_INFINITY)
+    hidden = key_padding_mask <= _AS_GOOD_AS_MINUS_INFINITY
+    if _may_look(key_padding_mask) and not bool((hidden | (key_padding_mask == 0)).all()):
+        other = key_padding_mask[~hidden & (key_padding_mask != 0)][0].item()
+        raise ValueError(
+            f"a float key_padding_mask must hold 0 and -inf only, got {other:g}: other biases need the "
+            "weights; pass mask == 0 for one of ones (takes part) and zeros"
+        )
+    return ~hidden
 
 
 def _is_of_zero_and_minus_infinity(mask: Tensor) -> bool:

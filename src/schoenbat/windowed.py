@@ -162,8 +162,8 @@ def step(
     tokens = arrange(query, key, value, key_mask, enable_gqa)
     if not isinstance(state, RMFAWindowState):
         raise TypeError(
-            f"state must be an RMFAWindowState, got {state!r}; begin with RMFAWindowState.zeros(features, "
-            "width, ...)"
+            f"state must be an RMFAWindowState, got {type(state).__name__}; begin with "
+            "RMFAWindowState.zeros(features, width, ...)"
         )
     width, length, before = state.key.shape[-2], key.shape[-2], state._remembered()
     check_window(features, width)
@@ -198,7 +198,9 @@ def _checked_maps(far_maps: Any) -> tuple[Tensor, ...]:
         return ()
     if isinstance(far_maps, (tuple, list)) and [isinstance(x, Tensor) for x in far_maps] == [True, True]:
         return tuple(far_maps)
-    raise TypeError(f"far_maps must be two tensors, for queries and keys, or None, got {far_maps!r}")
+    raise TypeError(
+        f"far_maps must be two tensors, for queries and keys, or None, got {type(far_maps).__name__}"
+    )
 
 
 def _tensors(*options: object) -> list[Tensor]:

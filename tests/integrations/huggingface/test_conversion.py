@@ -95,6 +95,12 @@ def test_batch_size_one_and_dropout_in_training():
     assert not torch.equal(outputs_of(model, input_ids=ids), outputs_of(model, input_ids=ids))
 
 
+@pytest.mark.parametrize("model", ["bert-base-uncased", torch.nn.TransformerEncoderLayer(8, 2)], ids=type)
+def test_what_is_no_model_of_transformers_is_named(model):
+    with pytest.raises(TypeError, match=f"model must be a model of transformers, got {type(model).__name__}"):
+        convert(model)
+
+
 def test_what_cannot_be_converted_is_named_and_left_alone():
     model = make(t5)
     inputs = inputs_for("bart")

@@ -111,6 +111,11 @@ def convert(model: PreTrainedModel, **options: Any) -> Conversion:
         >>> print(convert(BertModel(config), num_features=64))
         2 attention layers converted, 0 left as they were
     """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"model must be a model of transformers, got {type(model).__name__}: load one first, as with "
+            "AutoModel.from_pretrained; elsewhere MultiheadSchoenbAt takes the place of nn.MultiheadAttention"
+        )
     register()
     options = _checked({**DEFAULTS, **options})
     found = list(layers.find(model))

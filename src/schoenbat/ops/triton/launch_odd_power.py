@@ -9,7 +9,7 @@ from schoenbat.ops.triton.call import cdiv
 from schoenbat.ops.triton.kernels import odd_power
 from schoenbat.ops.triton.tiles import FUSED
 
-# Numbers a tile, 16 to a thread of four warps, and its widest columns: of more, two programs would be all that fit.
+# Numbers a tile, 16 to a thread of four warps: of twice as many, registers have room for two programs alone.
 _TILE, _COLUMNS = 2048, 128
 # Eight programs for each of a large GPU's 132 multiprocessors wait for memory at a time.
 _PROGRAMS = 1056
