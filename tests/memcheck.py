@@ -1,8 +1,8 @@
 """Fused kernels under compute-sanitizer's memcheck: ``python tests/memcheck.py out/memcheck.xml``.
 
-Small calls of odd lengths, forward and backward, and decoding steps. Memory comes straight from the driver,
-as torch's own cache would hide what lies beyond a tensor. The report has the form of pytest's, so that
-gpu_summary.py counts it with the other tests.
+Small calls of odd lengths with post-SBN, forward and backward, and decoding steps. Memory comes straight from
+the driver, as torch's own cache would hide what lies beyond a tensor. The report has the form of pytest's, so
+that gpu_summary.py counts it with the other tests.
 """
 
 import argparse
@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from schoenbat import (
     MaclaurinFeatures,
+    PostSBN,
     RMFAState,
     RMFAWindowState,
     rmfa,
@@ -29,7 +30,7 @@ from schoenbat import (
     rmfa_window,
     rmfa_window_step,
 )
-from schoenbat.ops.triton import launch_bidirectional_hopper, launch_causal_hopper, programs
+from schoenbat.ops.triton import launch_bidirectional_hopper, launch_causal_hopper, launch_odd_power, programs
 
 TOOL = "compute-sanitizer"
 CONSTRUCTIONS = ("exact-low", "unbiased", "paper")
@@ -73,7 +74,8 @@ def attend(features: MaclaurinFeatures, value_dim: int, is_causal: bool, width: 
     inputs = [x.requires_grad_() for x in draw(131, features.head_dim, features.head_dim, value_dim)]
     mask = torch.rand(1, 131, device="cuda") > 0.3
     options = {"features": features, "key_mask": mask, "is_causal": is_causal, "implementation": "triton"}
-    attention(*inputs, **options).float().sum().backward()
+    post = PostSBN(2, value_dim, device="cuda")
+    post(attention(*inputs, **options)).float().sum().backward()
     torch.cuda.synchronize()
 
 
@@ -133,6 +135,7 @@ def main() -> None:
         # So few that each has several tiles, as in long sequences.
         programs._PROGRAMS = launch_bidirectional_hopper._PROGRAMS = 2
         launch_causal_hopper._PROGRAMS = 4
+        launch_odd_power._PROGRAMS = 2
         for name in calls(*MAPS[arguments.map]):
             print(name, flush=True)
         print(FINISHED)

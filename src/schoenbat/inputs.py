@@ -62,8 +62,8 @@ def arrange(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, 
         raise ValueError(f"key has {heads} heads and value {_heads(value)}; they must agree")
     if heads == 0 or query_heads % heads:
         raise ValueError(
-            f"{query_heads} query heads cannot share {heads} key heads evenly: query {tuple(query.shape)} and "
-            f"key {tuple(key.shape)} are taken for (..., heads, n, d)"
+            f"{query_heads} query heads cannot share {heads} key heads evenly: query {tuple(query.shape)} "
+            f"and key {tuple(key.shape)} are taken for (..., heads, n, d)"
         )
     if query_heads != heads and not enable_gqa:
         raise ValueError(

@@ -11,6 +11,7 @@ from schoenbat.inputs import (
     arrange,
     arrange_query,
     check_is_map,
+    check_tensors,
     check_window,
     map_for,
     refuse_overflow,
@@ -83,6 +84,7 @@ class RMFAState:
 
         `implementation` is ``"auto"``, ``"eager"`` or ``"triton"``, here and in `read`.
         """
+        check_tensors(key=key, value=value)
         inputs = arrange(key, key, value, key_mask, enable_gqa=False)
         self._check(inputs.key, inputs.value, features)
         with without_autocast(key):
