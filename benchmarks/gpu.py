@@ -35,6 +35,7 @@ from schoenbat import (
     MaclaurinFeatures,
     RMFAState,
     RMFAWindowState,
+    SchoenbAt,
     kernelized_attention,
     rmfa,
     rmfa_step,
@@ -92,7 +93,7 @@ SHAPES = (
 # One batch of ever longer sequences: what the plot of time against length shows.
 LENGTHS = tuple(Shape(16, 2**exponent) for exponent in range(8, 18))
 DECODING = Shape(64 * HEADS, 1)
-# Where a window is measured beside attention without one.
+# Where a window is measured beside attention without one, and the module beside the function.
 WINDOWED, WIDTH = Shape(32, 16_384), 64
 
 
@@ -140,6 +141,7 @@ def cells(shape: Shape) -> list[Cell]:
         methods |= {
             f"{name}, ±{WIDTH} exact": partial(window, implementation=name) for name in ("triton", "eager")
         }
+        methods["module"] = _module(shape)
     measured = [Cell(shape, name, call, way) for name, call in methods.items() for way in passes_of(shape)]
     if shape.head_dim == 64 and shape.construction == "exact-low" and shape in SHAPES:
         exact = partial(kernelized_attention, kernel="inv")
@@ -207,6 +209,12 @@ def measure(shape: str, method: str, direction: str, call: Callable[[], object],
         revision=revision(),
         torch=torch.__version__,
     )
+
+
+def _module(shape: Shape) -> Attention:
+    """What a model has: attention between pre-SBN and post-SBN, at a learned scale."""
+    options = {"construction": shape.construction, "seed": 0, "device": DEVICE, "dtype": torch.bfloat16}
+    return SchoenbAt(shape.head_dim, HEADS, shape.num_features, **options)
 
 
 def _sdpa(backend: str, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Tensor:

@@ -100,3 +100,12 @@ def test_only_some_shapes_are_measured_if_asked(gpu, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         gpu.main(["--only", "nothing"])
     assert "no shape has 'nothing' in its name" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("direction", ["forward", "causal forward+backward"])
+def test_the_module_is_measured_as_models_call_it(gpu, direction):
+    (cell,) = (c for c in gpu.cells(gpu.WINDOWED) if (c.method, c.direction) == ("module", direction))
+    inputs = [torch.randn(1, gpu.HEADS, 20, 64, dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
+    cell.call(inputs)()
+    assert cell.attention.post is not None
+    assert isinstance(cell.attention.scale, torch.Tensor)
