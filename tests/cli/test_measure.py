@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -144,12 +145,21 @@ def test_a_missing_extra_is_named(module):
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize("command", ["error", "speed", "theorems", "demo"])
+@pytest.mark.parametrize("command", ["error", "speed", "theorems", "demo", "translate"])
 def test_a_place_that_cannot_be_written_to_is_refused_before_anything_is_measured(command, tmp_path):
     (tmp_path / "file").touch()
     result = CliRunner().invoke(app, [command, "--out", str(tmp_path / "file" / "deeper")])
     assert result.exit_code == 2
     assert "is a file; choose a directory" in " ".join(result.output.replace("│", "").split())
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="there is no folder in which root cannot write")
+@pytest.mark.parametrize("command", ["error", "speed", "theorems", "demo", "translate"])
+def test_a_place_where_nobody_may_make_a_folder_is_refused_as_early(command):
+    result = CliRunner().invoke(app, [command, "--out", "/proc/x"])
+    assert result.exit_code == 2
+    shown = " ".join(result.output.replace("│", "").split())
+    assert "Invalid value for '--out': /proc/x cannot be written" in shown
 
 
 def test_a_link_to_nowhere_is_refused(tmp_path):
