@@ -105,6 +105,17 @@ def test_timing(data, tmp_path):
     assert (row["timed_steps"], row["best"]) == (200, None)
 
 
+def test_a_timing_is_not_overwritten(data, tmp_path):
+    arguments = command(data, tmp_path, "--batch-size", "2", "--timing")
+    assert invoke(*arguments, "--steps", "12").exit_code == 0
+    directory = run_directory(tmp_path / "runs", "image", "mean", 0, timing=True)
+    before = (directory / RESULT).read_text()
+    again = invoke(*arguments)
+    assert again.exit_code == 2
+    assert "holds a timing already; choose another --out" in " ".join(again.output.replace("│", " ").split())
+    assert (directory / RESULT).read_text() == before
+
+
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
@@ -112,6 +123,7 @@ def test_timing(data, tmp_path):
         (["--attention", "means"], "unknown attention 'means'"),
         (["--task", "text"], "schoenbat data prepare text"),
         (["--steps", "1"], "at least 2 steps"),
+        (["--timing", "--steps", "10"], "the first 10 steps are not timed; --timing needs more, got 10"),
         (["--precision", "8-bit"], "8-bit"),
         (["--accelerator", "abacus"], "abacus"),
         (["--strategy", "zero"], "--strategy is one of auto, ddp, fsdp"),

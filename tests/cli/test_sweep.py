@@ -84,6 +84,7 @@ def test_help_shows_an_example(invoke, command):
         (["--attentions", "softmax", "--budget", "soon"], "not a duration"),
         (["--attentions", "softmax", "--train-option", "steps"], "steps=1000"),
         (["--attentions", "softmax", "--jobs", "0"], "at least 1 job"),
+        (["--attentions", "softmax", "--timing", "--train-option", "steps=10"], "--timing needs more"),
         ([], "--attentions"),
     ],
 )
@@ -168,9 +169,8 @@ def test_a_sweep_that_is_asked_to_end_lets_its_runs_save(invoke, tmp_path, numbe
 
 @pytest.mark.usefixtures("stand_in")
 def test_timing_leaves_results_of_its_own(invoke, tmp_path):
-    result = run_sweep(
-        invoke, tmp_path, "--tasks", "text", "--attentions", "softmax", "--timing", "--seeds", 3
-    )
+    arguments = ("--tasks", "text", "--attentions", "softmax", "--timing", "--seeds", 3)
+    result = run_sweep(invoke, tmp_path, *arguments, "--train-option", "steps=20")
     assert "cells: 1 finished" in result.output
     assert (tmp_path / "runs/text/softmax/timing" / RESULT).exists()
 

@@ -181,6 +181,10 @@ def _load(options: "RunOptions", data: Path, directory: Path, *, resume: bool) -
             f"{directory} holds a run that was begun before; continue it with --resume, choose another "
             "--out, or delete that directory"
         )
+    if (directory / RESULT).exists() and not resume and options.timing:
+        raise ValueError(
+            f"{directory} holds a timing already; choose another --out, or delete that directory"
+        )
     if resume and find_checkpoint(directory) is None and is_first():
         console.print(f"{directory} holds nothing to continue: beginning anew", soft_wrap=True)
     directory.mkdir(parents=True, exist_ok=True)
