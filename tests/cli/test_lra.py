@@ -13,10 +13,14 @@ import pytest
 from typer.testing import CliRunner
 
 from schoenbat.cli import app
+from schoenbat.cli.train import _bar
 from schoenbat.data import cache
 from schoenbat.data.arrays import consecutive
 from schoenbat.training.claim import claim, told_who_holds
+from schoenbat.training.options import RunOptions
+from schoenbat.training.protocol import Protocol
 from schoenbat.training.record import CHECKPOINT, LOG, RESULT, run_directory
+from schoenbat.training.run import Progress
 
 SMALL = ["--steps", "8", "--batch-size", "4", "--evaluate-every", "4"]
 
@@ -53,6 +57,15 @@ def test_a_run_prints_and_writes_its_result(data, tmp_path):
     assert (row["task"], row["seed"], row["steps"], row["timed_steps"]) == ("image", 3, 8, 0)
     assert row["parameters"] > 0
     assert (directory / LOG).exists()
+
+
+def test_the_bar_says_what_takes_a_while_after_the_last_step():
+    with _bar(RunOptions("image", "mean", Protocol.paper("image", steps=8))) as (bar, on_progress):
+        seen = []
+        for more in ({}, {"evaluates": "validation"}, {"validation": 0.5}, {"evaluates": "test"}):
+            on_progress(Progress(8, **more))
+            seen.append(bar.tasks[0].fields["status"])
+    assert seen == ["", "validating", "validation 50.0%", "validation 50.0%  testing"]
 
 
 def test_a_complete_run_is_not_run_again_and_a_begun_one_not_overwritten(data, tmp_path):

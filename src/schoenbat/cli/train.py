@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 ACCELERATORS = ("auto", "cpu", "cuda")
 PRECISIONS = ("bf16-mixed", "32-true")
+EVALUATES = {"validation": "validating", "test": "testing", None: ""}
 
 app = typer.Typer()
 
@@ -249,10 +250,8 @@ def _bar(options: "RunOptions") -> "Iterator[tuple[Progress, OnProgress]]":
     shown: dict[str, str] = {}
 
     def on_progress(progress: "TrainingProgress") -> None:
-        shown.pop("waiting", None)
+        shown.pop("now", None)
         shown.update(_parts(progress))
-        if progress.step == total and progress.validation is not None and not options.timing:
-            shown["now"] = "testing"
         bar.update(task, completed=progress.step, status="  ".join(shown.values()))
 
     with bar:
@@ -265,7 +264,7 @@ def _parts(progress: "TrainingProgress") -> dict[str, str]:
         "accuracy": progress.accuracy is not None and f"train {progress.accuracy:.1%}",
         "validation": progress.validation is not None and f"validation {progress.validation:.1%}",
         "speed": progress.steps_per_second is not None and f"{progress.steps_per_second:.1f} steps/s",
-        "waiting": progress.is_waiting and "waiting while other runs are timed",
+        "now": "waiting while other runs are timed" if progress.is_waiting else EVALUATES[progress.evaluates],
     }
     return {name: text for name, text in shown.items() if text}
 

@@ -58,6 +58,8 @@ class Progress:
     steps_per_second: float | None = None
     is_waiting: bool = False
     """For other runs, which are timed."""
+    evaluates: str | None = None
+    """The split on which it is evaluated now, which takes a while."""
 
 
 OnProgress = Callable[[Progress], None]
@@ -295,6 +297,7 @@ class Run:
 
     def evaluate(self, split: str) -> float:
         """The share of right answers on a split."""
+        self.on_progress(Progress(self.step, evaluates=split))
         # Of several devices none may leave the others waiting.
         return self.evaluations[split].accuracy(self.stop if self.fabric.world_size == 1 else None)
 
