@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from schoenbat.cli import app
-from schoenbat.experiments import comparison, demo, error, speed
+from schoenbat.experiments import comparison, demo, error, speed, theorems
 
 
 @pytest.fixture
@@ -124,16 +124,30 @@ def test_demo_shows_everything_and_a_summary(invoke, tmp_path):
 
 
 @pytest.mark.usefixtures("tiny")
-def test_an_interruption_ends_with_130_and_leaves_no_file(invoke, tmp_path, monkeypatch):
+@pytest.mark.parametrize("experiment", [error, speed, theorems])
+def test_an_interruption_ends_with_130_and_leaves_no_file(invoke, tmp_path, monkeypatch, experiment):
     def interrupted(options):
         yield from []
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(error, "run", interrupted)
-    result = invoke("error", "--quick")
+    monkeypatch.setattr(experiment, "run", interrupted)
+    result = invoke(experiment.__name__.rpartition(".")[2], "--quick")
     assert result.exit_code == 130
     assert "Traceback" not in result.output
+    assert result.stderr == "stopped: nothing was written\n"
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("tiny")
+def test_an_interrupted_demo_keeps_the_parts_that_were_measured(invoke, tmp_path, monkeypatch):
+    def interrupted(options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "listops_task", interrupted)
+    result = invoke("demo")
+    assert result.exit_code == 130
+    assert result.stderr == "stopped: parts that came to their end are written, this one is not\n"
+    assert {path.stem for path in tmp_path.iterdir()} == {"demo-error", "demo-speed"}
 
 
 @pytest.mark.parametrize("module", ["typer", "matplotlib"])

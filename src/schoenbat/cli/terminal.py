@@ -83,6 +83,16 @@ def place_for_files(path: Path) -> Path:
 
 
 @contextmanager
+def stoppable(kept: str = "nothing was written") -> Iterator[None]:
+    """For commands, which Ctrl-C ends with the exit code 130: they say what is kept."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo(f"stopped: {kept}", err=True)
+        raise
+
+
+@contextmanager
 def explained() -> Iterator[None]:
     """Show what was wrong with an option without a traceback."""
     try:
