@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import schoenbat
 from schoenbat.cli import app
 from schoenbat.experiments import comparison, demo, error, speed, theorems
 
@@ -56,6 +57,11 @@ def test_help_shows_an_example(command):
 def test_without_a_command_the_commands_are_listed():
     result = CliRunner().invoke(app, [], env={"COLUMNS": "100"})
     assert all(f" {command} " in result.output for command in ("error", "speed", "demo"))
+
+
+def test_the_version_is_told():
+    result = CliRunner().invoke(app, ["--version"])
+    assert (result.exit_code, result.output) == (0, f"{schoenbat.__version__}\n")
 
 
 @pytest.mark.parametrize(
