@@ -175,6 +175,14 @@ def test_sigterm_saves_and_resume_completes(data, tmp_path):
     assert "other options" in " ".join(other.output.replace("│", " ").split())
 
 
+def test_help_has_the_published_settings():
+    shown = " ".join(invoke("lra", "train", "--help").output.replace("│", " ").split())
+    assert "--steps <int> Default: 10,000." in shown
+    assert "Default: 32 (text, listops); 16 (retrieval); 128 (pathfinder); 256 (image)." in shown
+    assert "Default: 0.0001 (text, listops, image); 0.0002 (retrieval, pathfinder)." in shown
+    assert "Default: 80 (text); 1,000 (listops); 800 (retrieval); 312 (pathfinder); 175 (image)" in shown
+
+
 @pytest.mark.parametrize("name", ["train", "sweep", "table"])
 def test_help_shows_an_example(name):
     result = invoke("lra", name, "--help")

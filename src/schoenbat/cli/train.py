@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -18,6 +18,8 @@ from schoenbat.cli.terminal import (
     given,
     print_files,
 )
+from schoenbat.experiments.groups import TASKS
+from schoenbat.training.protocol import Protocol
 from schoenbat.training.record import (
     EXPERIMENT,
     RESULT,
@@ -41,7 +43,15 @@ EVALUATES = {"validation": "validating", "test": "testing", None: ""}
 
 app = typer.Typer()
 
-ProtocolOption = typer.Option(help="Default: the paper's protocol.", rich_help_panel="Protocol")
+
+def _published(name: str, more: str = "") -> Any:
+    """The option of a setting of the paper's protocol, with what that says for each task."""
+    tasks: dict[str, list[str]] = {}
+    for task in TASKS:
+        tasks.setdefault(f"{getattr(Protocol.paper(task), name):,}", []).append(task)
+    values = [f"{value} ({', '.join(own)})" for value, own in tasks.items()]
+    default = next(iter(tasks)) if len(tasks) == 1 else "; ".join(values)
+    return typer.Option(help=f"Default: {default}{more}.", rich_help_panel="Protocol")
 
 
 @app.command(
@@ -82,12 +92,12 @@ def train(
     checkpoint_seconds: Annotated[
         float, typer.Option(min=0, help="How often what was done is saved.")
     ] = 60.0,
-    steps: Annotated[int | None, ProtocolOption] = None,
-    batch_size: Annotated[int | None, ProtocolOption] = None,
-    learning_rate: Annotated[float | None, ProtocolOption] = None,
-    warmup: Annotated[int | None, ProtocolOption] = None,
-    evaluate_every: Annotated[int | None, ProtocolOption] = None,
-    dropout: Annotated[float | None, ProtocolOption] = None,
+    steps: Annotated[int | None, _published("steps")] = None,
+    batch_size: Annotated[int | None, _published("batch_size")] = None,
+    learning_rate: Annotated[float | None, _published("learning_rate")] = None,
+    warmup: Annotated[int | None, _published("warmup", " steps; of other --steps the same share")] = None,
+    evaluate_every: Annotated[int | None, _published("evaluate_every", " steps")] = None,
+    dropout: Annotated[float | None, _published("dropout")] = None,
     keep_zeros: Annotated[
         bool,
         typer.Option(
@@ -108,7 +118,6 @@ def train(
     from schoenbat.training.claim import claimed
     from schoenbat.training.options import RunOptions, default_precision, runs_on_cuda
     from schoenbat.training.processes import is_first, is_restart, num_processes
-    from schoenbat.training.protocol import Protocol
 
     # torchrun starts all processes again when one has failed: they go on where they were.
     resume = resume or is_restart()
