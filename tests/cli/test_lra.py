@@ -16,6 +16,7 @@ from schoenbat.cli import app
 from schoenbat.cli.train import _bar
 from schoenbat.data import cache
 from schoenbat.data.arrays import consecutive
+from schoenbat.registry import attention_names, build_attention
 from schoenbat.training.claim import claim, told_who_holds
 from schoenbat.training.options import RunOptions
 from schoenbat.training.protocol import Protocol
@@ -173,6 +174,17 @@ def test_sigterm_saves_and_resume_completes(data, tmp_path):
     other = invoke(*arguments, "--resume", "--learning-rate", "1")
     assert other.exit_code == 2
     assert "other options" in " ".join(other.output.replace("│", " ").split())
+
+
+def test_help_says_what_an_attention_may_be(data, tmp_path):
+    shown = " ".join(invoke("lra", "train", "--help").output.replace("│", " ").split())
+    assert [name for name in attention_names() if name not in shown] == []
+    for option in ("causal=true", "causal=both", "rotary=true", "conv=K", "head_norm=true"):
+        assert option in shown
+        build_attention(f"softmax:{option.replace('K', '3')}", head_dim=32, num_heads=2)
+    assert "schoenbat:kernel=(2+x)**2." in shown
+    refused = invoke(*command(data, tmp_path, "--attention", "schoenbat:x=1")).output
+    assert "known are num_features, kernel," in " ".join(refused.replace("│", " ").split())
 
 
 def test_help_has_the_published_settings():

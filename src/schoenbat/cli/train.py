@@ -19,6 +19,7 @@ from schoenbat.cli.terminal import (
     print_files,
 )
 from schoenbat.experiments.groups import TASKS
+from schoenbat.registry import attention_names
 from schoenbat.training.protocol import Protocol
 from schoenbat.training.record import (
     EXPERIMENT,
@@ -62,7 +63,9 @@ def _published(name: str, more: str = "") -> Any:
 )
 def train(
     task: Annotated[str, typer.Option(help="listops, text, retrieval, pathfinder or image.")],
-    attention: Annotated[str, typer.Option(help="A name with options, e.g. schoenbat:kernel=inv.")],
+    attention: Annotated[
+        str, typer.Option(help=f"A name, with options as told above: {', '.join(attention_names())}.")
+    ],
     seed: Annotated[int, typer.Option(help="Of weights, feature maps, batches and dropout.")] = 0,
     data: Annotated[Path, typer.Option(help="Where `schoenbat data prepare` put the data.")] = Path("data"),
     out: Annotated[Path, typer.Option(help="Directory of all runs; each has its own inside.")] = Path("runs"),
@@ -108,6 +111,11 @@ def train(
     ] = False,
 ) -> None:
     """Train the paper's two-layer model on a task and test it.
+
+    An attention is a name with options, as in `schoenbat:kernel=inv,causal=true`. All take `causal=true`, or
+    `causal=both` for half of the heads to look ahead, `rotary=true`, `conv=K` for a convolution over K
+    values, and `head_norm=true`. A kernel may be a formula, as in `schoenbat:kernel=(2+x)**2`. An unknown
+    option, as in `schoenbat:x=1`, is refused with the names of all that the attention has.
 
     Weights, optimizer and random state are saved every --checkpoint-seconds and at the end; a run that was
     killed continues with --resume, on any number of devices. Loss and accuracies go to log.jsonl and, where
