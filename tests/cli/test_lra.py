@@ -150,6 +150,13 @@ def test_what_is_wrong_is_said(data, tmp_path, arguments, problem):
     assert "Traceback" not in result.output
 
 
+def test_a_batch_that_cannot_be_split_is_refused_before_processes_are_started(data, tmp_path):
+    result = invoke(*command(data, tmp_path, *SMALL, "--devices", "2", "--batch-size", "3"))
+    assert result.exit_code == 2
+    assert "a batch of 3 cannot be split over 2 devices evenly" in result.output
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_loss_that_is_not_finite_has_an_exit_code_of_its_own(data, tmp_path):
     result = invoke(*command(data, tmp_path, *SMALL, "--learning-rate", "1e30", "--warmup", "1"))
     assert result.exit_code == 3, result.output

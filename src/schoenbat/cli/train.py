@@ -185,7 +185,7 @@ def _load(options: "RunOptions", data: Path, directory: Path, *, resume: bool) -
     from schoenbat.data import load
     from schoenbat.registry import build_attention
     from schoenbat.training.options import runs_on_cuda
-    from schoenbat.training.processes import STRATEGIES, is_first
+    from schoenbat.training.processes import STRATEGIES, is_first, num_processes, share_of_batch
 
     choices = {"accelerator": ACCELERATORS, "strategy": STRATEGIES, "precision": PRECISIONS}
     for name, known in choices.items():
@@ -193,6 +193,7 @@ def _load(options: "RunOptions", data: Path, directory: Path, *, resume: bool) -
             raise ValueError(f"--{name} is one of {', '.join(known)}; got {getattr(options, name)!r}")
     if options.accelerator == "cuda" and not runs_on_cuda("cuda"):
         raise ValueError("there is no GPU that PyTorch can use; leave --accelerator out, or set it to cpu")
+    share_of_batch(options.protocol.batch_size, num_processes(options.devices))
     build_attention(options.attention, head_dim=32, num_heads=2, max_length=64)
     if find_checkpoint(directory) is not None and not resume and not options.timing:
         raise ValueError(

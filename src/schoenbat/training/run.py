@@ -28,6 +28,7 @@ from schoenbat.training.processes import (
     is_lost_connection,
     launch,
     make_fabric,
+    share_of_batch,
 )
 from schoenbat.training.record import (
     LOG,
@@ -143,9 +144,8 @@ class Run:
         self._set_up()
 
     def _set_up(self) -> None:
-        batch_size, world = self.protocol.batch_size, self.fabric.world_size
-        if batch_size % world:
-            raise ValueError(f"a batch of {batch_size} cannot be split over {world} devices evenly")
+        batch_size = self.protocol.batch_size
+        self.share = share_of_batch(batch_size, self.fabric.world_size)
         self._place_model()
         self.optimizer = self._make_optimizer()
         train, validation, test = self._place_data()
@@ -183,9 +183,8 @@ class Run:
 
     def _make_training_step(self, split: DeviceSplit) -> TrainingStep:
         protocol, fabric, device = self.protocol, self.fabric, self.fabric.device
-        share = protocol.batch_size // fabric.world_size
         order = batch_order(len(split), protocol.batch_size, protocol.steps, self.options.seed)
-        own = order[:, fabric.global_rank * share : (fabric.global_rank + 1) * share]
+        own = order[:, fabric.global_rank * self.share : (fabric.global_rank + 1) * self.share]
         rates = [protocol.learning_rate_at(step) for step in range(protocol.steps)]
         return TrainingStep(
             fabric,
