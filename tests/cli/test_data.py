@@ -126,8 +126,9 @@ def test_an_interruption_leaves_nothing_behind(tmp_path):
         # Ctrl-C reaches the workers too.
         os.killpg(process.pid, signal.SIGINT)
         # Comes back when nobody holds the other end any more, workers included.
-        process.communicate(timeout=30)
+        said = process.communicate(timeout=30)[0]
     assert process.returncode == 130
+    assert "stopped: nothing of the task was written; an interrupted download goes on" in said
     assert not list((tmp_path / "root").iterdir())
 
 

@@ -13,10 +13,15 @@ import pytest
 from typer.testing import CliRunner
 
 from schoenbat.cli import app
+from schoenbat.cli.train import _bar
 from schoenbat.data import cache
 from schoenbat.data.arrays import consecutive
+from schoenbat.registry import attention_names, build_attention
 from schoenbat.training.claim import claim, told_who_holds
+from schoenbat.training.options import RunOptions
+from schoenbat.training.protocol import Protocol
 from schoenbat.training.record import CHECKPOINT, LOG, RESULT, run_directory
+from schoenbat.training.run import Progress
 
 SMALL = ["--steps", "8", "--batch-size", "4", "--evaluate-every", "4"]
 
@@ -53,6 +58,15 @@ def test_a_run_prints_and_writes_its_result(data, tmp_path):
     assert (row["task"], row["seed"], row["steps"], row["timed_steps"]) == ("image", 3, 8, 0)
     assert row["parameters"] > 0
     assert (directory / LOG).exists()
+
+
+def test_the_bar_says_what_takes_a_while_after_the_last_step():
+    with _bar(RunOptions("image", "mean", Protocol.paper("image", steps=8))) as (bar, on_progress):
+        seen = []
+        for more in ({}, {"evaluates": "validation"}, {"validation": 0.5}, {"evaluates": "test"}):
+            on_progress(Progress(8, **more))
+            seen.append(bar.tasks[0].fields["status"])
+    assert seen == ["", "validating", "validation 50.0%", "validation 50.0%  testing"]
 
 
 def test_a_complete_run_is_not_run_again_and_a_begun_one_not_overwritten(data, tmp_path):
@@ -105,6 +119,17 @@ def test_timing(data, tmp_path):
     assert (row["timed_steps"], row["best"]) == (200, None)
 
 
+def test_a_timing_is_not_overwritten(data, tmp_path):
+    arguments = command(data, tmp_path, "--batch-size", "2", "--timing")
+    assert invoke(*arguments, "--steps", "12").exit_code == 0
+    directory = run_directory(tmp_path / "runs", "image", "mean", 0, timing=True)
+    before = (directory / RESULT).read_text()
+    again = invoke(*arguments)
+    assert again.exit_code == 2
+    assert "holds a timing already; choose another --out" in " ".join(again.output.replace("│", " ").split())
+    assert (directory / RESULT).read_text() == before
+
+
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
@@ -112,6 +137,7 @@ def test_timing(data, tmp_path):
         (["--attention", "means"], "unknown attention 'means'"),
         (["--task", "text"], "schoenbat data prepare text"),
         (["--steps", "1"], "at least 2 steps"),
+        (["--timing", "--steps", "10"], "the first 10 steps are not timed; --timing needs more, got 10"),
         (["--precision", "8-bit"], "8-bit"),
         (["--accelerator", "abacus"], "abacus"),
         (["--strategy", "zero"], "--strategy is one of auto, ddp, fsdp"),
@@ -122,6 +148,13 @@ def test_what_is_wrong_is_said(data, tmp_path, arguments, problem):
     assert result.exit_code == 2, result.output
     assert problem in " ".join(result.output.replace("│", " ").split())
     assert "Traceback" not in result.output
+
+
+def test_a_batch_that_cannot_be_split_is_refused_before_processes_are_started(data, tmp_path):
+    result = invoke(*command(data, tmp_path, *SMALL, "--devices", "2", "--batch-size", "3"))
+    assert result.exit_code == 2
+    assert "a batch of 3 cannot be split over 2 devices evenly" in result.output
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_loss_that_is_not_finite_has_an_exit_code_of_its_own(data, tmp_path):
@@ -148,6 +181,25 @@ def test_sigterm_saves_and_resume_completes(data, tmp_path):
     other = invoke(*arguments, "--resume", "--learning-rate", "1")
     assert other.exit_code == 2
     assert "other options" in " ".join(other.output.replace("│", " ").split())
+
+
+def test_help_says_what_an_attention_may_be(data, tmp_path):
+    shown = " ".join(invoke("lra", "train", "--help").output.replace("│", " ").split())
+    assert [name for name in attention_names() if name not in shown] == []
+    for option in ("causal=true", "causal=both", "rotary=true", "conv=K", "head_norm=true"):
+        assert option in shown
+        build_attention(f"softmax:{option.replace('K', '3')}", head_dim=32, num_heads=2)
+    assert "schoenbat:kernel=(2+x)**2." in shown
+    refused = invoke(*command(data, tmp_path, "--attention", "schoenbat:x=1")).output
+    assert "known are num_features, kernel," in " ".join(refused.replace("│", " ").split())
+
+
+def test_help_has_the_published_settings():
+    shown = " ".join(invoke("lra", "train", "--help").output.replace("│", " ").split())
+    assert "--steps <int> Default: 10,000." in shown
+    assert "Default: 32 (text, listops); 16 (retrieval); 128 (pathfinder); 256 (image)." in shown
+    assert "Default: 0.0001 (text, listops, image); 0.0002 (retrieval, pathfinder)." in shown
+    assert "Default: 80 (text); 1,000 (listops); 800 (retrieval); 312 (pathfinder); 175 (image)" in shown
 
 
 @pytest.mark.parametrize("name", ["train", "sweep", "table"])

@@ -4,12 +4,14 @@ import json
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+import schoenbat
 from schoenbat.cli import app
-from schoenbat.experiments import comparison, demo, error, speed
+from schoenbat.experiments import comparison, demo, error, speed, theorems
 
 
 @pytest.fixture
@@ -57,6 +59,11 @@ def test_without_a_command_the_commands_are_listed():
     assert all(f" {command} " in result.output for command in ("error", "speed", "demo"))
 
 
+def test_the_version_is_told():
+    result = CliRunner().invoke(app, ["--version"])
+    assert (result.exit_code, result.output) == (0, f"{schoenbat.__version__}\n")
+
+
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
@@ -84,7 +91,7 @@ def test_wrong_options_are_named_without_a_traceback(invoke, tmp_path, arguments
     ("arguments", "name", "num_rows", "shown"),
     [
         (["error", "--quick", "--kernels", "exp,inv"], "error", 2 * 4 * 2, "exact-low"),
-        (["speed", "--quick", "--kernels", "inv"], "speed", 2 * 2 * 4, "vs sdpa"),
+        (["speed", "--quick", "--kernels", "inv"], "speed", 2 * 2 * 4, "bwd ms"),
         (["speed", "--quick", "--long"], "speed-long", 2 * 2 * 2, "faster than SDPA"),
         (["speed", "--quick", "--attentions", "softmax,rfa"], "speed-attentions", 2 * 2 * 2, "growth"),
         (
@@ -123,16 +130,30 @@ def test_demo_shows_everything_and_a_summary(invoke, tmp_path):
 
 
 @pytest.mark.usefixtures("tiny")
-def test_an_interruption_ends_with_130_and_leaves_no_file(invoke, tmp_path, monkeypatch):
+@pytest.mark.parametrize("experiment", [error, speed, theorems])
+def test_an_interruption_ends_with_130_and_leaves_no_file(invoke, tmp_path, monkeypatch, experiment):
     def interrupted(options):
         yield from []
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(error, "run", interrupted)
-    result = invoke("error", "--quick")
+    monkeypatch.setattr(experiment, "run", interrupted)
+    result = invoke(experiment.__name__.rpartition(".")[2], "--quick")
     assert result.exit_code == 130
     assert "Traceback" not in result.output
+    assert result.stderr == "stopped: nothing was written\n"
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("tiny")
+def test_an_interrupted_demo_keeps_the_parts_that_were_measured(invoke, tmp_path, monkeypatch):
+    def interrupted(options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "listops_task", interrupted)
+    result = invoke("demo")
+    assert result.exit_code == 130
+    assert result.stderr == "stopped: parts that came to their end are written, this one is not\n"
+    assert {path.stem for path in tmp_path.iterdir()} == {"demo-error", "demo-speed"}
 
 
 @pytest.mark.parametrize("module", ["typer", "matplotlib"])
@@ -144,12 +165,21 @@ def test_a_missing_extra_is_named(module):
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize("command", ["error", "speed", "theorems", "demo"])
+@pytest.mark.parametrize("command", ["error", "speed", "theorems", "demo", "translate"])
 def test_a_place_that_cannot_be_written_to_is_refused_before_anything_is_measured(command, tmp_path):
     (tmp_path / "file").touch()
     result = CliRunner().invoke(app, [command, "--out", str(tmp_path / "file" / "deeper")])
     assert result.exit_code == 2
     assert "is a file; choose a directory" in " ".join(result.output.replace("│", "").split())
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="there is no folder in which root cannot write")
+@pytest.mark.parametrize("command", ["error", "speed", "theorems", "demo", "translate"])
+def test_a_place_where_nobody_may_make_a_folder_is_refused_as_early(command):
+    result = CliRunner().invoke(app, [command, "--out", "/proc/x"])
+    assert result.exit_code == 2
+    shown = " ".join(result.output.replace("│", "").split())
+    assert "Invalid value for '--out': /proc/x cannot be written" in shown
 
 
 def test_a_link_to_nowhere_is_refused(tmp_path):

@@ -84,6 +84,7 @@ def test_help_shows_an_example(invoke, command):
         (["--attentions", "softmax", "--budget", "soon"], "not a duration"),
         (["--attentions", "softmax", "--train-option", "steps"], "steps=1000"),
         (["--attentions", "softmax", "--jobs", "0"], "at least 1 job"),
+        (["--attentions", "softmax", "--timing", "--train-option", "steps=10"], "--timing needs more"),
         ([], "--attentions"),
     ],
 )
@@ -114,7 +115,8 @@ def test_a_sweep_tells_what_it_did_and_what_was_done(invoke, tmp_path):
 def test_runs_of_the_file_that_do_not_count_are_told(invoke, tmp_path):
     arguments = ("--tasks", "text", "--attentions", "softmax")
     run_sweep(invoke, tmp_path, *arguments)
-    invoke("gather", "--runs", tmp_path / "runs", "--into", tmp_path / "known.json")
+    gathered = invoke("gather", "--runs", tmp_path / "runs", "--into", tmp_path / "known.json")
+    assert "runs: 1 new or renewed, 1 in the file" in gathered.output
     elsewhere = ("--out", tmp_path / "other", "--known", tmp_path / "known.json", *arguments)
     known = invoke("sweep", *elsewhere, "--train-option", "steps=10")
     assert "not count" not in known.output
@@ -147,6 +149,7 @@ def test_a_spent_budget_is_told(invoke, tmp_path):
     result = run_sweep(invoke, tmp_path, "--tasks", "text", "--attentions", "mean,softmax", "--budget", "2s")
     assert result.exit_code == 0, result.output
     assert "out of budget: 1 stopped, 1 not begun" in result.output
+    assert "cells: 0 finished, 0 failed, 0 skipped, 1 stopped, 1 not begun, of 2" in result.output
 
 
 @pytest.mark.usefixtures("stand_in")
@@ -168,9 +171,8 @@ def test_a_sweep_that_is_asked_to_end_lets_its_runs_save(invoke, tmp_path, numbe
 
 @pytest.mark.usefixtures("stand_in")
 def test_timing_leaves_results_of_its_own(invoke, tmp_path):
-    result = run_sweep(
-        invoke, tmp_path, "--tasks", "text", "--attentions", "softmax", "--timing", "--seeds", 3
-    )
+    arguments = ("--tasks", "text", "--attentions", "softmax", "--timing", "--seeds", 3)
+    result = run_sweep(invoke, tmp_path, *arguments, "--train-option", "steps=20")
     assert "cells: 1 finished" in result.output
     assert (tmp_path / "runs/text/softmax/timing" / RESULT).exists()
 

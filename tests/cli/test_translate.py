@@ -143,6 +143,7 @@ def test_an_interruption_keeps_what_was_trained(invoke, out, monkeypatch):
     monkeypatch.setattr(training, "train", interrupted)
     result = invoke("--attentions", "softmax,mean")
     assert result.exit_code == 130
+    assert "stopped: attentions trained to their end are kept, this one is not" in result.stderr
     assert "Traceback" not in result.output
     assert {row["attention"] for row in read(out)["rows"]} == {"softmax"}
     monkeypatch.setattr(training, "train", train)

@@ -170,8 +170,11 @@ def test_missing_data_say_what_was_looked_for_and_what_helps(tmp_path):
         FileNotFoundError, match=r"text does not exist, nor does .* hold imdb_reviews\.parquet"
     ):
         data.load("text", tmp_path)
-    with pytest.raises(FileNotFoundError, match="schoenbat data prepare text --from FILE_OR_URL --data"):
+    with pytest.raises(FileNotFoundError, match="schoenbat data prepare text --data"):
         data.load("text", tmp_path / "nowhere")
+    # Nobody may publish these, so that the command would ask where they are.
+    with pytest.raises(FileNotFoundError, match="data prepare retrieval --from FILE_OR_URL --data"):
+        data.load("retrieval", tmp_path / "nowhere")
     with pytest.raises(
         FileNotFoundError, match=r"schoenbat data prepare listops --data .* --test-size 20000$"
     ):

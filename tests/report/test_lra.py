@@ -146,6 +146,7 @@ def test_runs_that_were_trained_and_not_timed_give_no_times():
     (row,) = tabulate([run(attention=SDPA)]).rows
     assert row.step_seconds is None
     assert row.peak_memory == 3 * 2**20
+    assert "times are those of runs with --timing" in " ".join(shown(tabulate([run()]), width=80).split())
 
 
 def test_timings_of_unlike_settings_have_no_ratio():

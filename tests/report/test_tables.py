@@ -8,8 +8,8 @@ from rich.console import Console
 from schoenbat.report import tables
 
 
-def printed(table):
-    console = Console(width=100, file=io.StringIO())
+def printed(table, width=100):
+    console = Console(width=width, file=io.StringIO())
     console.print(table)
     return console.file.getvalue()
 
@@ -24,6 +24,18 @@ def test_tables_fit_100_columns(errors, speeds, attention_speeds, attention_erro
     ):
         assert Console(width=10_000).measure(table).maximum <= 100
         assert "…" not in printed(table)
+
+
+def test_nothing_is_cut_in_80_columns(errors, speeds, attention_speeds, attention_errors, translated):
+    for table in (
+        *tables.error_tables(errors),
+        *tables.speed_tables(speeds),
+        tables.attention_speed_table(attention_speeds),
+        tables.attention_error_table(attention_errors),
+        tables.translation_table(translated),
+    ):
+        lines = printed(table, width=80).splitlines()
+        assert [line for line in lines if "…" in line or len(line) > 80] == []
 
 
 def test_error_tables(errors):

@@ -53,9 +53,11 @@ def test_it_learns_and_records(tmp_path, paired):
     assert record.timed_steps == options.protocol.steps - 10
     assert record.seconds > 0
     assert record.data == task.fingerprint
-    assert [r.step for r in reports if r.loss is None and r.validation is None] == list(
-        range(1, record.steps + 1)
-    )
+    assert [r.step for r in reports if r == Progress(r.step)] == list(range(1, record.steps + 1))
+    begun = [(r.step, r.evaluates) for r in reports if r.evaluates is not None]
+    validated = [(r.step, "validation") for r in reports if r.validation is not None]
+    assert begun[: len(validated)] == validated
+    assert {*begun[len(validated) :]} == {(record.steps, "test")}
     assert (tmp_path / "tensorboard").is_dir()
 
 

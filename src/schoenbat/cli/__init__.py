@@ -1,12 +1,14 @@
 """The command ``schoenbat``."""
 
 import importlib.util
+from typing import Annotated
 
 INSTALL = "schoenbat's commands need {}; install them with: pip install 'schoenbat[cli]'"
 
 try:
     import typer
 
+    import schoenbat
     from schoenbat.cli import data, lra, measure, report, theorems, translate
 except ModuleNotFoundError as missing:
     raise SystemExit(INSTALL.format(missing.name)) from None
@@ -18,6 +20,24 @@ app = typer.Typer(
     help="Attention in linear time: what it costs in accuracy and what it saves, measured on this machine.",
     epilog="Example: schoenbat demo",
 )
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(schoenbat.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True),
+    ] = False,
+) -> None:
+    pass
+
+
 app.add_typer(measure.app)
 app.add_typer(theorems.app)
 app.add_typer(data.app, name="data")

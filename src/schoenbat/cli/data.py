@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.progress import TaskID
 
-from schoenbat.cli.terminal import console, explained, progress_bar
+from schoenbat.cli.terminal import console, explained, progress_bar, stoppable
 
 if TYPE_CHECKING:
     from schoenbat.data.catalogue import Progress
@@ -29,6 +29,7 @@ Data = Annotated[Path, typer.Option("--data", help="Directory for the prepared t
     "Example: schoenbat data prepare image --from cifar-10-python.tar.gz --data lra\n\n"
     "Example: schoenbat data prepare listops --workers 8 --test-size 20000"
 )
+@stoppable("nothing of the task was written; an interrupted download goes on when the command is run again")
 def prepare(
     task: Annotated[str, typer.Argument(help="listops, text, retrieval, pathfinder or image.")],
     source: Annotated[

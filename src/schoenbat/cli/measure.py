@@ -15,6 +15,7 @@ from schoenbat.cli.terminal import (
     print_files,
     progress_bar,
     split_names,
+    stoppable,
     track,
     write,
 )
@@ -45,6 +46,7 @@ Attentions = Annotated[
     epilog="Example: schoenbat error --quick --kernels exp,inv\n\n"
     "Example: schoenbat error --attentions all --attentions schoenbat:construction=exact-low"
 )
+@stoppable()
 def error(
     quick: Quick = False,
     kernels: Kernels = None,
@@ -83,6 +85,7 @@ def error(
     epilog="Example: schoenbat speed --long --device cuda\n\n"
     "Example: schoenbat speed --quick --attentions all"
 )
+@stoppable()
 def speed(
     quick: Quick = False,
     long: Annotated[
@@ -127,6 +130,7 @@ def speed(
 
 
 @app.command(epilog="Example: schoenbat demo --seed 1 --out demo")
+@stoppable("parts that came to their end are written, this one is not")
 def demo(seed: Seed = 0, out: Out = Path("out")) -> None:
     """Error, speed, and a classifier trained with softmax and with SchoenbAt: two to three minutes."""
     from schoenbat.experiments.demo import DemoOptions

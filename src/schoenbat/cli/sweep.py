@@ -143,7 +143,7 @@ def gather(
 
     with explained():
         added, count = gathered.gather(runs, into)
-    console.print(f"{added} added or renewed; {count} runs", highlight=False)
+    console.print(f"runs: {added} new or renewed, {count} in the file", highlight=False)
     print_files([into])
 
 
@@ -184,26 +184,26 @@ def _show(options: "SweepOptions", missing: "Sequence[Cell]") -> bool:
     """Run the missing cells of a sweep under the eyes of the user; whether nothing failed."""
     from schoenbat.training import sweep as training
 
-    counts = dict.fromkeys((training.Finished, training.Failed, training.Skipped), 0)
+    names = {training.Finished: "finished", training.Failed: "failed", training.Skipped: "skipped"}
+    counts = dict.fromkeys(names.values(), 0)
     with progress_bar() as progress, _termination_as_interruption():
         view = _View(progress, options)
         try:
             with closing(training.run(options, missing=missing)) as events:
                 for event in events:
                     view.show(event)
-                    if type(event) in counts:
-                        counts[type(event)] += 1
+                    if isinstance(event, training.OutOfBudget):
+                        counts |= {"stopped": len(event.stopped), "not begun": len(event.waiting)}
+                    elif type(event) in names:
+                        counts[names[type(event)]] += 1
         except KeyboardInterrupt:
             progress.stop()
             kept = "what was timed is kept" if options.timing else "runs keep what they reached"
             typer.echo(f"stopped: {kept}, the same command goes on from there", err=True)
             raise
-    finished, failed, skipped = counts.values()
-    console.print(
-        f"cells: {finished} finished, {failed} failed, {skipped} skipped, of {len(options.cells)}",
-        highlight=False,
-    )
-    return failed == 0
+    told = ", ".join(f"{count} {name}" for name, count in counts.items())
+    console.print(f"cells: {told}, of {len(options.cells)}", highlight=False)
+    return counts["failed"] == 0
 
 
 class _View:

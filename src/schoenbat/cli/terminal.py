@@ -1,9 +1,9 @@
 """What every command shares: console, progress bars, files, exit codes, and errors without a traceback."""
 
-import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import typer
@@ -73,9 +73,23 @@ def place_for_files(path: Path) -> Path:
         there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
         if not there.is_dir():
             raise ValueError(f"{there} is a file; choose a directory")
-        if not os.access(there, os.W_OK):
-            raise ValueError(f"{there} may not be written to; choose another place")
+        try:
+            # Not all that refuses files says so by permissions: a folder is made to see, and removed.
+            with TemporaryDirectory(dir=there):
+                pass
+        except OSError as error:
+            raise ValueError(f"{path} cannot be written ({error.strerror}); choose another place") from error
     return path
+
+
+@contextmanager
+def stoppable(kept: str = "nothing was written") -> Iterator[None]:
+    """For commands, which Ctrl-C ends with the exit code 130: they say what is kept."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo(f"stopped: {kept}", err=True)
+        raise
 
 
 @contextmanager

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -18,6 +18,9 @@ from schoenbat.cli.terminal import (
     given,
     print_files,
 )
+from schoenbat.experiments.groups import TASKS
+from schoenbat.registry import attention_names
+from schoenbat.training.protocol import Protocol
 from schoenbat.training.record import (
     EXPERIMENT,
     RESULT,
@@ -37,10 +40,19 @@ if TYPE_CHECKING:
 
 ACCELERATORS = ("auto", "cpu", "cuda")
 PRECISIONS = ("bf16-mixed", "32-true")
+EVALUATES = {"validation": "validating", "test": "testing", None: ""}
 
 app = typer.Typer()
 
-ProtocolOption = typer.Option(help="Default: the paper's protocol.", rich_help_panel="Protocol")
+
+def _published(name: str, more: str = "") -> Any:
+    """The option of a setting of the paper's protocol, with what that says for each task."""
+    tasks: dict[str, list[str]] = {}
+    for task in TASKS:
+        tasks.setdefault(f"{getattr(Protocol.paper(task), name):,}", []).append(task)
+    values = [f"{value} ({', '.join(own)})" for value, own in tasks.items()]
+    default = next(iter(tasks)) if len(tasks) == 1 else "; ".join(values)
+    return typer.Option(help=f"Default: {default}{more}.", rich_help_panel="Protocol")
 
 
 @app.command(
@@ -51,7 +63,9 @@ ProtocolOption = typer.Option(help="Default: the paper's protocol.", rich_help_p
 )
 def train(
     task: Annotated[str, typer.Option(help="listops, text, retrieval, pathfinder or image.")],
-    attention: Annotated[str, typer.Option(help="A name with options, e.g. schoenbat:kernel=inv.")],
+    attention: Annotated[
+        str, typer.Option(help=f"A name, with options as told above: {', '.join(attention_names())}.")
+    ],
     seed: Annotated[int, typer.Option(help="Of weights, feature maps, batches and dropout.")] = 0,
     data: Annotated[Path, typer.Option(help="Where `schoenbat data prepare` put the data.")] = Path("data"),
     out: Annotated[Path, typer.Option(help="Directory of all runs; each has its own inside.")] = Path("runs"),
@@ -81,12 +95,12 @@ def train(
     checkpoint_seconds: Annotated[
         float, typer.Option(min=0, help="How often what was done is saved.")
     ] = 60.0,
-    steps: Annotated[int | None, ProtocolOption] = None,
-    batch_size: Annotated[int | None, ProtocolOption] = None,
-    learning_rate: Annotated[float | None, ProtocolOption] = None,
-    warmup: Annotated[int | None, ProtocolOption] = None,
-    evaluate_every: Annotated[int | None, ProtocolOption] = None,
-    dropout: Annotated[float | None, ProtocolOption] = None,
+    steps: Annotated[int | None, _published("steps")] = None,
+    batch_size: Annotated[int | None, _published("batch_size")] = None,
+    learning_rate: Annotated[float | None, _published("learning_rate")] = None,
+    warmup: Annotated[int | None, _published("warmup", " steps; of other --steps the same share")] = None,
+    evaluate_every: Annotated[int | None, _published("evaluate_every", " steps")] = None,
+    dropout: Annotated[float | None, _published("dropout")] = None,
     keep_zeros: Annotated[
         bool,
         typer.Option(
@@ -98,6 +112,11 @@ def train(
 ) -> None:
     """Train the paper's two-layer model on a task and test it.
 
+    An attention is a name with options, as in `schoenbat:kernel=inv,causal=true`. All take `causal=true`, or
+    `causal=both` for half of the heads to look ahead, `rotary=true`, `conv=K` for a convolution over K
+    values, and `head_norm=true`. A kernel may be a formula, as in `schoenbat:kernel=(2+x)**2`. An unknown
+    option, as in `schoenbat:x=1`, is refused with the names of all that the attention has.
+
     Weights, optimizer and random state are saved every --checkpoint-seconds and at the end; a run that was
     killed continues with --resume, on any number of devices. Loss and accuracies go to log.jsonl and, where
     installed, TensorBoard; the result, with all that is needed to repeat it, to result.json. Exit code 3: a
@@ -107,7 +126,6 @@ def train(
     from schoenbat.training.claim import claimed
     from schoenbat.training.options import RunOptions, default_precision, runs_on_cuda
     from schoenbat.training.processes import is_first, is_restart, num_processes
-    from schoenbat.training.protocol import Protocol
 
     # torchrun starts all processes again when one has failed: they go on where they were.
     resume = resume or is_restart()
@@ -167,7 +185,7 @@ def _load(options: "RunOptions", data: Path, directory: Path, *, resume: bool) -
     from schoenbat.data import load
     from schoenbat.registry import build_attention
     from schoenbat.training.options import runs_on_cuda
-    from schoenbat.training.processes import STRATEGIES, is_first
+    from schoenbat.training.processes import STRATEGIES, is_first, num_processes, share_of_batch
 
     choices = {"accelerator": ACCELERATORS, "strategy": STRATEGIES, "precision": PRECISIONS}
     for name, known in choices.items():
@@ -175,11 +193,16 @@ def _load(options: "RunOptions", data: Path, directory: Path, *, resume: bool) -
             raise ValueError(f"--{name} is one of {', '.join(known)}; got {getattr(options, name)!r}")
     if options.accelerator == "cuda" and not runs_on_cuda("cuda"):
         raise ValueError("there is no GPU that PyTorch can use; leave --accelerator out, or set it to cpu")
+    share_of_batch(options.protocol.batch_size, num_processes(options.devices))
     build_attention(options.attention, head_dim=32, num_heads=2, max_length=64)
     if find_checkpoint(directory) is not None and not resume and not options.timing:
         raise ValueError(
             f"{directory} holds a run that was begun before; continue it with --resume, choose another "
             "--out, or delete that directory"
+        )
+    if (directory / RESULT).exists() and not resume and options.timing:
+        raise ValueError(
+            f"{directory} holds a timing already; choose another --out, or delete that directory"
         )
     if resume and find_checkpoint(directory) is None and is_first():
         console.print(f"{directory} holds nothing to continue: beginning anew", soft_wrap=True)
@@ -245,10 +268,8 @@ def _bar(options: "RunOptions") -> "Iterator[tuple[Progress, OnProgress]]":
     shown: dict[str, str] = {}
 
     def on_progress(progress: "TrainingProgress") -> None:
-        shown.pop("waiting", None)
+        shown.pop("now", None)
         shown.update(_parts(progress))
-        if progress.step == total and progress.validation is not None and not options.timing:
-            shown["now"] = "testing"
         bar.update(task, completed=progress.step, status="  ".join(shown.values()))
 
     with bar:
@@ -261,7 +282,7 @@ def _parts(progress: "TrainingProgress") -> dict[str, str]:
         "accuracy": progress.accuracy is not None and f"train {progress.accuracy:.1%}",
         "validation": progress.validation is not None and f"validation {progress.validation:.1%}",
         "speed": progress.steps_per_second is not None and f"{progress.steps_per_second:.1f} steps/s",
-        "waiting": progress.is_waiting and "waiting while other runs are timed",
+        "now": "waiting while other runs are timed" if progress.is_waiting else EVALUATES[progress.evaluates],
     }
     return {name: text for name, text in shown.items() if text}
 

@@ -14,6 +14,7 @@ from schoenbat.cli.terminal import (
     given,
     print_files,
     progress_bar,
+    stoppable,
     write,
 )
 
@@ -32,6 +33,7 @@ TRAINING = "Training, the same for all attentions"
     "Example: schoenbat translate --attentions softmax --attentions softmax:qk_norm=true,scale=none "
     "--attentions schoenbat:construction=exact-low --seed 1 --out results/seed-1"
 )
+@stoppable("attentions trained to their end are kept, this one is not")
 def translate(
     attentions: Annotated[
         list[str] | None,
@@ -145,10 +147,6 @@ def _train(attention: str, encoded: "Encoded", options: "TranslationOptions") ->
             bar.stop()
             typer.echo(str(error), err=True)
             raise typer.Exit(EXIT_NOT_FINITE) from None
-        except KeyboardInterrupt:
-            bar.stop()
-            typer.echo("stopped: attentions trained to their end are kept, this one is not", err=True)
-            raise
 
 
 def _write(path: Path, options: "TranslationOptions", rows: "list[EpochRow]") -> None:

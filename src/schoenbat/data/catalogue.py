@@ -132,7 +132,7 @@ def require(name: str, root: str | Path) -> None:
     Traceback (most recent call last):
     ...
     schoenbat.data.errors.MissingDataError: nowhere/text does not exist, nor does nowhere hold \
-imdb_reviews.parquet; prepare text with: schoenbat data prepare text --from FILE_OR_URL --data nowhere
+imdb_reviews.parquet; prepare text with: schoenbat data prepare text --data nowhere
     """
     recipe, root = _recipe(name), Path(root)
     if not (root / name).is_dir():
@@ -258,6 +258,8 @@ def _spelled(options: Mapping[str, object]) -> str:
 
 
 def _command(name: str, root: Path, options: Mapping[str, object]) -> str:
-    source = " --from FILE_OR_URL" if isinstance(RECIPES[name].origin, Files) else ""
+    origin = RECIPES[name].origin
+    # Where there is an official address, the files are downloaded from there.
+    source = " --from FILE_OR_URL" if isinstance(origin, Files) and origin.url is None else ""
     more = "".join(f" --{key.replace('_', '-')} {value}" for key, value in options.items())
     return f"schoenbat data prepare {name}{source} --data {root}{more}"

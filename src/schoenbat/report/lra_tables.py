@@ -16,7 +16,7 @@ from schoenbat.report.tables import plain_table
 
 _COST_CAPTION = (
     f"over naive, over SDPA: time over that of {NAIVE} and of {SDPA}; paper: the paper's time over its "
-    "softmax and its memory; MiB: peak"
+    "softmax and its memory; MiB: peak; times are those of runs with --timing"
 )
 
 

@@ -13,7 +13,7 @@ import torch
 from schoenbat.data.cache import read_manifest
 from schoenbat.data.errors import DataError
 from schoenbat.registry import build_attention
-from schoenbat.training.options import default_precision
+from schoenbat.training.options import check_timing, default_precision
 from schoenbat.training.protocol import OF_WHOLE_RUNS, Protocol
 from schoenbat.training.record import (
     NOT_SETTINGS,
@@ -89,7 +89,9 @@ class SweepOptions:
             if count < 1:
                 raise ValueError(f"a sweep needs at least 1 {name}, got {count}")
         for task in self.tasks:
-            self.steps(task)
+            steps = self.steps(task)
+            if self.timing:
+                check_timing(steps)
         for attention in self.attentions:
             build_attention(attention, head_dim=32, num_heads=2, max_length=64)
         for name, _ in self.train_options:
@@ -215,7 +217,7 @@ def _wanted(cell: Cell, options: SweepOptions) -> dict[str, str]:
     if cell.timing:
         # A run that is timed does not take all its steps.
         wanted = {name: value for name, value in wanted.items() if name not in OF_WHOLE_RUNS}
-        wanted["timed_steps"] = str(max(0, min(TIMED_STEPS, options.steps(cell.task) - WARM_STEPS)))
+        wanted["timed_steps"] = str(min(TIMED_STEPS, options.steps(cell.task) - WARM_STEPS))
     with suppress(DataError):  # what cannot be read is the run's own to complain about
         wanted["data"] = read_manifest(options.data / cell.task).fingerprint
     return wanted

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from schoenbat.training.protocol import Protocol
+from schoenbat.training.record import WARM_STEPS
 
 
 def runs_on_cuda(accelerator: str) -> bool:
@@ -16,6 +17,15 @@ def runs_on_cuda(accelerator: str) -> bool:
 def default_precision(accelerator: str) -> str:
     """What a run is trained in where nobody says."""
     return "bf16-mixed" if runs_on_cuda(accelerator) else "32-true"
+
+
+def check_timing(steps: int) -> None:
+    """Refuse to time so few steps that all of them are warm-up.
+
+    >>> check_timing(11)
+    """
+    if steps <= WARM_STEPS:
+        raise ValueError(f"the first {WARM_STEPS} steps are not timed; --timing needs more, got {steps}")
 
 
 @dataclass(frozen=True)
@@ -40,6 +50,10 @@ class RunOptions:
     report_every: int = 50
     checkpoint_seconds: float = 60.0
     """What is saved after so many seconds is not lost when a run is killed."""
+
+    def __post_init__(self) -> None:
+        if self.timing:
+            check_timing(self.protocol.steps)
 
     @property
     def identity(self) -> dict[str, Any]:

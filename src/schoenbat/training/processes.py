@@ -55,6 +55,17 @@ def num_processes(devices: int) -> int:
     return int(os.environ["WORLD_SIZE"]) if torch.distributed.is_torchelastic_launched() else devices
 
 
+def share_of_batch(batch_size: int, processes: int) -> int:
+    """How many examples of a batch each process has.
+
+    >>> share_of_batch(32, 4)
+    8
+    """
+    if batch_size % processes:
+        raise ValueError(f"a batch of {batch_size} cannot be split over {processes} devices evenly")
+    return batch_size // processes
+
+
 def is_restart() -> bool:
     """Whether torchrun has started this process again after a failure."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0

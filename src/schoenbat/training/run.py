@@ -28,6 +28,7 @@ from schoenbat.training.processes import (
     is_lost_connection,
     launch,
     make_fabric,
+    share_of_batch,
 )
 from schoenbat.training.record import (
     LOG,
@@ -58,6 +59,8 @@ class Progress:
     steps_per_second: float | None = None
     is_waiting: bool = False
     """For other runs, which are timed."""
+    evaluates: str | None = None
+    """The split on which it is evaluated now, which takes a while."""
 
 
 OnProgress = Callable[[Progress], None]
@@ -141,9 +144,8 @@ class Run:
         self._set_up()
 
     def _set_up(self) -> None:
-        batch_size, world = self.protocol.batch_size, self.fabric.world_size
-        if batch_size % world:
-            raise ValueError(f"a batch of {batch_size} cannot be split over {world} devices evenly")
+        batch_size = self.protocol.batch_size
+        self.share = share_of_batch(batch_size, self.fabric.world_size)
         self._place_model()
         self.optimizer = self._make_optimizer()
         train, validation, test = self._place_data()
@@ -181,9 +183,8 @@ class Run:
 
     def _make_training_step(self, split: DeviceSplit) -> TrainingStep:
         protocol, fabric, device = self.protocol, self.fabric, self.fabric.device
-        share = protocol.batch_size // fabric.world_size
         order = batch_order(len(split), protocol.batch_size, protocol.steps, self.options.seed)
-        own = order[:, fabric.global_rank * share : (fabric.global_rank + 1) * share]
+        own = order[:, fabric.global_rank * self.share : (fabric.global_rank + 1) * self.share]
         rates = [protocol.learning_rate_at(step) for step in range(protocol.steps)]
         return TrainingStep(
             fabric,
@@ -295,6 +296,7 @@ class Run:
 
     def evaluate(self, split: str) -> float:
         """The share of right answers on a split."""
+        self.on_progress(Progress(self.step, evaluates=split))
         # Of several devices none may leave the others waiting.
         return self.evaluations[split].accuracy(self.stop if self.fabric.world_size == 1 else None)
 
