@@ -31,3 +31,9 @@ def test_a_terminals_table_keeps_title_caption_and_sides():
         "",
         "in words",
     ]
+
+
+def test_words_that_a_terminal_divides_are_whole():
+    shown = Table()
+    shown.add_column("para-\nmeters\nin all")
+    assert from_rich(shown).startswith("| parameters in all |")

@@ -107,7 +107,7 @@ def train_one(
             losses[progress.step] = progress.loss
         elif progress.validation is not None:
             history.append(Point(progress.step, losses[progress.step], progress.validation))
-        else:
+        elif progress.evaluates is None:
             on_step(progress.step)
 
     with tempfile.TemporaryDirectory() as directory:

@@ -32,7 +32,8 @@ def from_rich(shown: Table) -> str:
     | n |
     | --- |
     """
-    headings = [str(column.header).replace("\n", " ").strip() for column in shown.columns]
+    # A hyphen at the end of a line divides a word.
+    headings = [str(column.header).replace("-\n", "").replace("\n", " ").strip() for column in shown.columns]
     columns = [[str(cell) for cell in column.cells] for column in shown.columns]
     right = [
         column.justify == "right" or _is_numeric(cells)
