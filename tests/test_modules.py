@@ -873,6 +873,17 @@ def test_calibration_keeps_scales_below_a_finite_radius(target, options):
         module.calibrate(q, k, v, target_scale=1.5)
 
 
+def test_calibration_sums_up_errors_in_float32():
+    """Of values that float16 holds, whose square errors it does not."""
+    q, k, v = (x.half() for x in inputs(dtype=torch.float32))
+    scales = []
+    for dtype in (torch.float16, torch.float32):
+        module = SchoenbAt(WIDTH, HEADS, 40, post=False, seed=0)
+        module.calibrate(*(x.to(dtype) for x in (q, k, 500 * v)), target_scale=1.0)
+        scales.append(module.scale.data)
+    torch.testing.assert_close(*scales)
+
+
 def test_calibration_never_chooses_what_gives_nan(monkeypatch):
     module = SchoenbAt(WIDTH, HEADS, 40, normalization=None, seed=0, post=False)
     q, k, v = inputs(dtype=torch.float32)
