@@ -843,6 +843,8 @@ REFUSED = [
     # What is found out when something is fitted already:
     ({}, {"query": rows(fill=math.nan)}, "query"),
     ({"kernel": "inv", "center_keys": False}, {"target_scale": 0.9}, "outside the radius 1"),
+    ({}, {"value": rows(fill=math.nan), "target_scale": 0.3}, "value hold NaN or infinite"),
+    ({"window": 3}, {"value": rows(fill=math.inf), "target_scale": 0.3}, "value hold NaN or infinite"),
     ({"window": 3}, {"query": rows(length=2), "target_scale": 0.3}, "as many"),
 ]
 

@@ -147,4 +147,10 @@ def _choose(
         give(candidate.expand(attention.num_heads))
         errors.append((call.approximate(attention).to(dtype) - exact).square().sum((0, 2, 3)))
     # argmin takes a NaN for the least of all numbers.
-    give(among[torch.stack(errors).nan_to_num(nan=torch.inf, posinf=torch.inf).argmin(0).cpu()])
+    found = torch.stack(errors).nan_to_num(nan=torch.inf, posinf=torch.inf)
+    if found.isinf().all(0).any():
+        raise ValueError(
+            "query, key or value hold NaN or infinite numbers, or outputs are beyond the range of "
+            f"{exact.dtype}, so that nothing comes closest to softmax"
+        )
+    give(among[found.argmin(0).cpu()])
