@@ -284,6 +284,15 @@ def test_state_of_another_shape_is_an_error(features):
         rmfa_step(query[..., :3, :], key, value, features, RMFAState.zeros(features, 3, 2, 5))
 
 
+def test_errors_of_an_update_name_what_it_was_given(features):
+    _, key, value = batch()
+    state = RMFAState.zeros(features, 3, 2, 5)
+    with pytest.raises(TypeError, match=r"value is torch\.float16 but key is torch\.float"):
+        state.update(key, value.half(), features)
+    with pytest.raises(ValueError, match=r"value has leading dimensions \(1,\), key has \(3,\)"):
+        state.update(key, value[:1], features)
+
+
 def test_import_needs_torch_alone():
     """The registry, the data and everything with a command line stay unloaded."""
     import subprocess

@@ -843,6 +843,8 @@ REFUSED = [
     # What is found out when something is fitted already:
     ({}, {"query": rows(fill=math.nan)}, "query"),
     ({"kernel": "inv", "center_keys": False}, {"target_scale": 0.9}, "outside the radius 1"),
+    ({}, {"value": rows(fill=math.nan), "target_scale": 0.3}, "value hold NaN or infinite"),
+    ({"window": 3}, {"value": rows(fill=math.inf), "target_scale": 0.3}, "value hold NaN or infinite"),
     ({"window": 3}, {"query": rows(length=2), "target_scale": 0.3}, "as many"),
 ]
 
@@ -871,6 +873,17 @@ def test_calibration_keeps_scales_below_a_finite_radius(target, options):
     assert module(q, k, v).isfinite().all()
     with pytest.raises(ValueError, match=r"below the radius 1 of the kernel 'inv', got \[1\.5"):
         module.calibrate(q, k, v, target_scale=1.5)
+
+
+def test_calibration_sums_up_errors_in_float32():
+    """Of values that float16 holds, whose square errors it does not."""
+    q, k, v = (x.half() for x in inputs(dtype=torch.float32))
+    scales = []
+    for dtype in (torch.float16, torch.float32):
+        module = SchoenbAt(WIDTH, HEADS, 40, post=False, seed=0)
+        module.calibrate(*(x.to(dtype) for x in (q, k, 500 * v)), target_scale=1.0)
+        scales.append(module.scale.data)
+    torch.testing.assert_close(*scales)
 
 
 def test_calibration_never_chooses_what_gives_nan(monkeypatch):

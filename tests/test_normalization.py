@@ -417,6 +417,11 @@ def test_post_of_other_heads_is_refused():
             PostSBN(HEADS, WIDTH)(torch.zeros(shape))
 
 
+def test_post_of_rows_on_another_device_is_refused():
+    with pytest.raises(ValueError, match="γ and β are on meta, but rows are on cpu; move the module"):
+        PostSBN(HEADS, WIDTH, device="meta")(torch.zeros(2, HEADS, 4, WIDTH))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_post_computes_in_float32(dtype):
     """Small outputs: 1e-3² is below float16's smallest number, so half precision would lose the ε."""

@@ -138,12 +138,19 @@ def _choose(
 ) -> None:
     """`give` each head the candidate with which its output has the least square error.
 
-    Candidates stay in float64, where those below a radius are not rounded up to it.
+    Candidates stay in float64, where those below a radius are not rounded up to it; errors are summed up in
+    float32 at least, as in float16 they would not fit.
     """
-    among = torch.tensor(candidates, dtype=torch.float64)
+    among, dtype = torch.tensor(candidates, dtype=torch.float64), at_least_float32(exact.dtype)
     errors = []
     for candidate in among:
         give(candidate.expand(attention.num_heads))
-        errors.append((call.approximate(attention) - exact).square().sum((0, 2, 3)))
+        errors.append((call.approximate(attention).to(dtype) - exact).square().sum((0, 2, 3)))
     # argmin takes a NaN for the least of all numbers.
-    give(among[torch.stack(errors).nan_to_num(nan=torch.inf, posinf=torch.inf).argmin(0).cpu()])
+    found = torch.stack(errors).nan_to_num(nan=torch.inf, posinf=torch.inf)
+    if found.isinf().all(0).any():
+        raise ValueError(
+            "query, key or value hold NaN or infinite numbers, or outputs are beyond the range of "
+            f"{exact.dtype}, so that nothing comes closest to softmax"
+        )
+    give(among[found.argmin(0).cpu()])

@@ -36,10 +36,11 @@ def arrange(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, 
     """Check everything that can be checked without looking at values."""
     check_tensors(query=query, key=key, value=value)
     check_flag("enable_gqa", enable_gqa)
+    first = "key" if query is key else "query"  # a state's update has no query
     query, key, value = to_autocast(query, key, value)
     tensors = {"query": query, "key": key, "value": value}
     for name, tensor in tensors.items():
-        _check_kind(name, tensor, query)
+        _check_kind(name, tensor, first, query)
     if query.shape[-1] == 0:
         raise ValueError(f"query and key need a head dimension of at least 1, got {tuple(query.shape)}")
     if query.shape[-1] != key.shape[-1]:
@@ -54,7 +55,7 @@ def arrange(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, 
     for name, tensor in tensors.items():
         if tensor.shape[:-3] != batch:
             raise ValueError(
-                f"{name} has leading dimensions {tuple(tensor.shape[:-3])}, query has {tuple(batch)}; "
+                f"{name} has leading dimensions {tuple(tensor.shape[:-3])}, {first} has {tuple(batch)}; "
                 "they must agree"
             )
     query_heads, heads = _heads(query), _heads(key)
@@ -83,7 +84,7 @@ def arrange_query(query: Tensor, batch: int, heads: int) -> tuple[Tensor, tuple[
     """A query alone, for keys that are sums already: ``(B, heads, G, n_q, d)`` and its lead."""
     check_tensors(query=query)
     (query,) = to_autocast(query)
-    _check_kind("query", query, query)
+    _check_kind("query", query, "query", query)
     if heads == 0 or _heads(query) % heads:
         raise ValueError(f"{_heads(query)} query heads cannot share {heads} key heads evenly")
     size = math.prod(query.shape[:-3])
@@ -219,9 +220,9 @@ def _check_dense(name: str, tensor: Any) -> None:
         )
 
 
-def _check_kind(name: str, tensor: Tensor, query: Tensor) -> None:
-    if tensor.dtype != query.dtype:
-        raise TypeError(f"{name} is {tensor.dtype} but query is {query.dtype}; convert one of them")
+def _check_kind(name: str, tensor: Tensor, first_name: str, first: Tensor) -> None:
+    if tensor.dtype != first.dtype:
+        raise TypeError(f"{name} is {tensor.dtype} but {first_name} is {first.dtype}; convert one of them")
     if tensor.dim() < 2:
         raise ValueError(f"{name} must be (..., heads, length, dim), got {tuple(tensor.shape)}")
 

@@ -223,5 +223,9 @@ class PostSBN(nn.Module):
         if x.dim() < 3 or (x.shape[-3], x.shape[-1]) != self.gamma.shape:
             heads, width = self.gamma.shape
             raise ValueError(f"expected (..., {heads}, n, {width}), got {tuple(x.shape)}")
+        if x.device != self.gamma.device:  # a kernel would read addresses that are not its GPU's
+            raise ValueError(
+                f"γ and β are on {self.gamma.device}, but rows are on {x.device}; move the module with .to()"
+            )
         with without_autocast(x):
             return odd_power(x, self.gamma, self.beta, self.epsilon)

@@ -90,8 +90,8 @@ def _end_to_end(tensor: Any) -> Packed:
 
 
 def to_jagged(rows: Tensor, starts: Tensor) -> Tensor:
-    """``(total, H, d_v) -> (B, H, jagged, d_v)``."""
-    return torch.nested.nested_tensor_from_jagged(rows, starts).transpose(1, 2)
+    """``(total, H, d_v) -> (B, H, jagged, d_v)``, of which each token's heads lie side by side."""
+    return torch.nested.nested_tensor_from_jagged(rows.contiguous(), starts).transpose(1, 2)
 
 
 def refuse_mask_beside_jagged(*masks: Tensor | None) -> None:

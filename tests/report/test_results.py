@@ -2,14 +2,16 @@
 
 import json
 import os
+import sys
 from dataclasses import dataclass
+from types import ModuleType
 
 import pytest
 import torch
 
 import schoenbat
 from schoenbat.files import write_atomically
-from schoenbat.report.results import device_name, write_results
+from schoenbat.report.results import device_name, versions, write_results
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,11 @@ def test_results_say_which_triton_compiles_kernels(tmp_path):
     triton = pytest.importorskip("triton")
     write_results(tmp_path / "speed.json", "speed", Options(), [])
     assert json.loads((tmp_path / "speed.json").read_text())["versions"]["triton"] == triton.__version__
+
+
+def test_a_folder_called_triton_does_not_keep_results_from_being_written(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", ModuleType("triton"))
+    assert versions().keys() == {"schoenbat", "torch", "python"}
 
 
 @pytest.mark.parametrize("interruption", [KeyboardInterrupt, OSError])

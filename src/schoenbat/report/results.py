@@ -45,7 +45,8 @@ def versions() -> dict[str, str]:
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-    with contextlib.suppress(ImportError):  # packages of several names hold it
+    # Packages of several names hold it; a mere folder of that name can be imported, too, and has no version.
+    with contextlib.suppress(ImportError, AttributeError):
         known["triton"] = importlib.import_module("triton").__version__
     return known
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from ops.triton.specification import DEVICE, TOLERANCE, relative_error
 
-from schoenbat import PostSBN
+from schoenbat import PostSBN, SchoenbAt
 from schoenbat.ops import odd_power
 
 pytest.importorskip("triton")
@@ -127,6 +127,16 @@ def test_the_module_is_the_same_with_and_without_kernels(monkeypatch):
     without, with_kernels = (through_module(monkeypatch, kernels) for kernels in (False, True))
     for a, b in zip(with_kernels, without, strict=True):
         assert relative_error(a, b) < TOLERANCE[torch.float32]
+
+
+def test_heads_of_a_jagged_token_lie_side_by_side(monkeypatch):
+    """As without kernels: a model brings them together by a view."""
+    monkeypatch.setattr(odd_power, "_has_kernels", lambda x: True)
+    starts = torch.tensor([0, 3, 7, 11], device=DEVICE)
+    rows = torch.randn(3, 11, 3, 8, device=DEVICE)
+    query, key, value = (torch.nested.nested_tensor_from_jagged(x, starts).transpose(1, 2) for x in rows)
+    out = SchoenbAt(8, 3, 32, device=DEVICE)(query, key, value)
+    assert out.transpose(1, 2).is_contiguous()
 
 
 def test_gradients_of_a_batch_of_gradients(monkeypatch):
