@@ -714,6 +714,22 @@ def test_compiled(is_causal):
         close(other, eager)
 
 
+@pytest.mark.parametrize(
+    "masks",
+    [
+        {"attn_mask": causal_mask(LENGTH), "is_causal": True},
+        {"key_padding_mask": padding(7, 4, 1)},
+        {"key_padding_mask": padding(4)},
+    ],
+)
+def test_masks_of_a_length_that_was_compiled_as_any_length(masks):
+    """As in a model that was compiled for sequences without masks first."""
+    module, x = make(), inputs()
+    torch._dynamo.maybe_mark_dynamic(x, 1)
+    out, _ = torch.compile(module, fullgraph=True, backend="eager")(x, x, x, **masks)
+    torch.testing.assert_close(out, module(x, x, x, **masks)[0])
+
+
 def test_a_mask_without_its_hint_cannot_be_compiled():
     compiled = torch.compile(make(), fullgraph=True, backend="aot_eager")
     x = inputs()

@@ -274,7 +274,8 @@ def _key_mask(key_padding_mask: Tensor | None, keys: torch.Size) -> Tensor | Non
     """
     if key_padding_mask is None:
         return None
-    if key_padding_mask.shape not in (keys, (1, keys[1])):
+    # Not `in`, here and below, which takes a symbol of torch.compile for no number that it stands for.
+    if key_padding_mask.shape != keys and key_padding_mask.shape != (1, keys[1]):
         raise ValueError(
             f"key_padding_mask must be (B, n_k) = {tuple(keys)}, got {tuple(key_padding_mask.shape)}"
         )
@@ -295,11 +296,9 @@ def _is_of_zero_and_minus_infinity(mask: Tensor) -> bool:
 
 
 def _check_size(attn_mask: Tensor, maps: int, queries: int, keys: int) -> None:
-    expected = (queries, keys), (maps, queries, keys)
-    if tuple(attn_mask.shape) not in expected:
-        raise ValueError(
-            f"attn_mask must have shape {expected[0]} or {expected[1]}, got {tuple(attn_mask.shape)}"
-        )
+    for_all, for_each = (queries, keys), (maps, queries, keys)
+    if attn_mask.shape != for_all and attn_mask.shape != for_each:
+        raise ValueError(f"attn_mask must have shape {for_all} or {for_each}, got {tuple(attn_mask.shape)}")
 
 
 def _is_causal(attn_mask: Tensor | None, hint: bool) -> bool:
