@@ -237,6 +237,17 @@ def test_cross_attention_to_another_length():
     close(module(query, key, key, is_causal=True)[0], by_hand(module, query, key, key, is_causal=True))
 
 
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_query_before_the_first_key_sees_the_keys_that_are_added(padded):
+    module, query, key = make(add_bias_kv=True, add_zero_attn=True), inputs(length=LENGTH + 3), inputs()
+    ignored = padding(LENGTH, 4, 0) if padded else None
+    out, weights = module(query, key, key, ignored, need_weights=True, is_causal=True)
+    close(out, by_hand(module, query, key, key, is_causal=True, ignored=ignored))
+    assert weights.shape == (BATCH, LENGTH + 3, LENGTH + 2)
+    assert not weights[:, :3, :LENGTH].any()
+    close(weights.sum(-1), torch.ones(BATCH, LENGTH + 3).double())
+
+
 def test_it_is_close_to_softmax_where_the_map_is():
     """exact-low with all of degree 2, small logits, no normalisation: softmax to third order."""
     theirs = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True, dtype=torch.float64)

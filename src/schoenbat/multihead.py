@@ -156,15 +156,17 @@ class MultiheadSchoenbAt(nn.MultiheadAttention):
         q, k, v = self._project(query, key, value)
         key_mask = _key_mask(key_padding_mask, key.shape[:2])
         query_mask = key_mask if is_self_attention else None
-        k, v, key_mask = self._add_keys(k, v, key_mask)
+        blind = max(0, query.shape[1] - key.shape[1]) if causal else 0
+        k, v, key_mask = self._add_keys(k, v, key_mask, blind)
         out = self.attention(q, k, v, key_mask=key_mask, query_mask=query_mask, is_causal=causal)
         out = nn.functional.dropout(out, self.dropout, self.training)
         out = self.out_proj(out.transpose(1, 2).flatten(2))
         weights = None
         if need_weights:
             weights = self._weights(q, k, query_mask, key_mask, causal, average_attn_weights)
-            added = k.shape[-2] - key.shape[1]  # nn.MultiheadAttention has these columns last
-            weights = torch.cat([weights[..., added:], weights[..., :added].flip(-1)], dim=-1)
+            added = (self.bias_k is not None) + self.add_zero_attn  # nn.MultiheadAttention has them last
+            own = weights[..., k.shape[-2] - key.shape[1] :]
+            weights = torch.cat([own, weights[..., :added].flip(-1)], dim=-1)
         if not batched:
             return out[0], None if weights is None else weights[0]
         return (out if self.batch_first else out.transpose(0, 1)), weights
@@ -222,9 +224,18 @@ class MultiheadSchoenbAt(nn.MultiheadAttention):
         return q, k, v
 
     def _add_keys(
-        self, key: Tensor, value: Tensor, key_mask: Tensor | None
+        self, key: Tensor, value: Tensor, key_mask: Tensor | None, blind: int
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Put bias and zero keys first: there every query sees them, causal or not."""
+        """Put bias and zero keys first: there every query sees them, causal or not.
+
+        Behind them stands a key that takes no part for each of the `blind` queries before the first key.
+        """
+        if self.bias_k is None and not self.add_zero_attn:
+            return key, value, key_mask
+        if blind:
+            mask = key_mask if key_mask is not None else key.new_ones(1, key.shape[-2], dtype=torch.bool)
+            key_mask = nn.functional.pad(mask, (blind, 0), value=False)
+            key, value = (nn.functional.pad(x, (0, 0, blind, 0)) for x in (key, value))
         before = key.shape[-2]
         if self.bias_k is not None and self.bias_v is not None:
             bias_key, bias_value = (
