@@ -156,7 +156,8 @@ class MultiheadSchoenbAt(nn.MultiheadAttention):
         q, k, v = self._project(query, key, value)
         key_mask = _key_mask(key_padding_mask, key.shape[:2])
         query_mask = key_mask if is_self_attention else None
-        blind = max(0, query.shape[1] - key.shape[1]) if causal else 0
+        queries, keys = query.shape[1], key.shape[1]
+        blind = queries - keys if causal and queries > keys else 0
         k, v, key_mask = self._add_keys(k, v, key_mask, blind)
         out = self.attention(q, k, v, key_mask=key_mask, query_mask=query_mask, is_causal=causal)
         out = nn.functional.dropout(out, self.dropout, self.training)
@@ -165,7 +166,7 @@ class MultiheadSchoenbAt(nn.MultiheadAttention):
         if need_weights:
             weights = self._weights(q, k, query_mask, key_mask, causal, average_attn_weights)
             added = (self.bias_k is not None) + self.add_zero_attn  # nn.MultiheadAttention has them last
-            own = weights[..., k.shape[-2] - key.shape[1] :]
+            own = weights[..., k.shape[-2] - keys :]
             weights = torch.cat([own, weights[..., :added].flip(-1)], dim=-1)
         if not batched:
             return out[0], None if weights is None else weights[0]
