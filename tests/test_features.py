@@ -529,6 +529,17 @@ def test_blocks_without_directions_are_no_parameters_but_saved_and_loaded():
             assert all(p.numel() and p.requires_grad for p in features.parameters())
 
 
+def test_parameters_stand_in_one_order_whatever_map_was_there_before():
+    """By their places an optimizer's saved state is given to them."""
+    maps = [MaclaurinFeatures(4, 4, construction="paper", trainable=True, seed=seed) for seed in range(40)]
+    names = [[name for name, _ in m.named_parameters()] for m in maps]
+    assert ["linear", "tail", "gains"] in names
+    features = MaclaurinFeatures(4, 4, construction="paper", trainable=True, seed=0)
+    for other, expected in zip(maps, names, strict=True):
+        features.load_state_dict(other.state_dict())
+        assert [name for name, _ in features.named_parameters()] == expected
+
+
 def test_a_state_saved_with_empty_parameters_loads():
     features, other = (MaclaurinFeatures(8, 30, trainable=True, seed=seed) for seed in (0, 1))
     state = {

@@ -77,6 +77,15 @@ def test_scale_shape(attend):
         attend(*inputs(), scale=torch.ones(2))
 
 
+def test_a_scale_for_each_of_heads_that_were_compiled_as_any_number(attend):
+    query, key, value = inputs()
+    for rows in (query, key, value):
+        torch._dynamo.maybe_mark_dynamic(rows, 1)
+    scale = torch.tensor([0.1, 0.2, 0.3])
+    out = torch.compile(attend, fullgraph=True, backend="eager")(query, key, value, scale=scale)
+    torch.testing.assert_close(out, attend(query, key, value, scale=scale))
+
+
 def test_head_dim_of_the_map():
     with pytest.raises(ValueError, match="head_dim = 5, query and key have 4"):
         rmfa(*inputs(), make_map("exact-low", 5, 12))

@@ -324,6 +324,14 @@ def test_check_takes_one_scale_per_head() -> None:
     kernel("inv").check(query, query, scale=torch.tensor([5.0, 0.9, 5.0], dtype=torch.float64))
     with pytest.raises(ValueError, match="largest logit, 2,"):
         kernel("inv").check(query, query, scale=torch.tensor([0.1, 2.0, 0.1]))
+    for scale in (torch.ones(2), torch.ones(3, 1)):
+        with pytest.raises(ValueError, match=r"one value per query head \(3,\), got shape"):
+            kernel("inv").check(query, query, scale=scale)
+
+
+def test_check_names_widths_that_differ() -> None:
+    with pytest.raises(ValueError, match="same head dimension, got 4 and 5"):
+        kernel("inv").check(torch.zeros(2, 3, 5, 4), torch.zeros(2, 3, 5, 5))
 
 
 def test_check_knows_key_heads_that_are_shared() -> None:

@@ -587,6 +587,19 @@ def test_a_compiled_module_equals_the_eager_one_with_generated_code(is_causal):
         torch.testing.assert_close(compiled, eager, rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.slow
+@torch.no_grad()
+def test_as_many_queries_at_the_end_of_any_number_of_keys_are_compiled():
+    module, (q, k, v) = make(normalization=None, post=False), inputs()
+    compiled = torch.compile(module, fullgraph=True)
+    for length in (LENGTH, LENGTH - 2):
+        tensors = [q[:, :, -5:], k[:, :, :length], v[:, :, :length]]
+        for rows in tensors[1:]:
+            torch._dynamo.maybe_mark_dynamic(rows, 2)
+        expected = module(*tensors, is_causal=True)
+        torch.testing.assert_close(compiled(*tensors, is_causal=True), expected, rtol=1e-8, atol=1e-10)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

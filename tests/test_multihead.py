@@ -237,6 +237,17 @@ def test_cross_attention_to_another_length():
     close(module(query, key, key, is_causal=True)[0], by_hand(module, query, key, key, is_causal=True))
 
 
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_query_before_the_first_key_sees_the_keys_that_are_added(padded):
+    module, query, key = make(add_bias_kv=True, add_zero_attn=True), inputs(length=LENGTH + 3), inputs()
+    ignored = padding(LENGTH, 4, 0) if padded else None
+    out, weights = module(query, key, key, ignored, need_weights=True, is_causal=True)
+    close(out, by_hand(module, query, key, key, is_causal=True, ignored=ignored))
+    assert weights.shape == (BATCH, LENGTH + 3, LENGTH + 2)
+    assert not weights[:, :3, :LENGTH].any()
+    close(weights.sum(-1), torch.ones(BATCH, LENGTH + 3).double())
+
+
 def test_it_is_close_to_softmax_where_the_map_is():
     """exact-low with all of degree 2, small logits, no normalisation: softmax to third order."""
     theirs = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True, dtype=torch.float64)
@@ -712,6 +723,22 @@ def test_compiled(is_causal):
         results.append([out, leaf.grad, *(p.grad for p in call.parameters())])
     for eager, other in zip(*results, strict=True):
         close(other, eager)
+
+
+@pytest.mark.parametrize(
+    "masks",
+    [
+        {"attn_mask": causal_mask(LENGTH), "is_causal": True},
+        {"key_padding_mask": padding(7, 4, 1)},
+        {"key_padding_mask": padding(4)},
+    ],
+)
+def test_masks_of_a_length_that_was_compiled_as_any_length(masks):
+    """As in a model that was compiled for sequences without masks first."""
+    module, x = make(), inputs()
+    torch._dynamo.maybe_mark_dynamic(x, 1)
+    out, _ = torch.compile(module, fullgraph=True, backend="eager")(x, x, x, **masks)
+    torch.testing.assert_close(out, module(x, x, x, **masks)[0])
 
 
 def test_a_mask_without_its_hint_cannot_be_compiled():

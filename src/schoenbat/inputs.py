@@ -126,7 +126,9 @@ def arrange_per_head(number: float | Tensor, query: Tensor, name: str = "scale")
 def check_per_head(name: str, number: Any, query_heads: int) -> None:
     """A finite number, or a real tensor of one number for all query heads or for each."""
     if isinstance(number, Tensor):
-        if number.numel() not in (1, query_heads) or number.dim() > 1 or number.is_complex():
+        # Not `in (1, query_heads)`, which takes a symbol of torch.compile for no number that it stands for.
+        fits = number.numel() == 1 or number.numel() == query_heads
+        if not fits or number.dim() > 1 or number.is_complex():
             raise ValueError(
                 f"{name} must be a float or a tensor of one value per query head ({query_heads},), "
                 f"got shape {tuple(number.shape)} of {number.dtype}"

@@ -108,8 +108,18 @@ class DotProductKernel:
         """
         if math.isinf(self.radius) or query.numel() == 0 or key.numel() == 0:
             return
+        if query.shape[-1] != key.shape[-1]:
+            raise ValueError(
+                f"query and key must have the same head dimension, got {query.shape[-1]} and {key.shape[-1]}"
+            )
         precise = at_least_float32(torch.promote_types(query.dtype, key.dtype))
         factor = torch.as_tensor(query.shape[-1] ** -0.5 if scale is None else scale, device=query.device)
+        heads = query.shape[-3:-2]
+        if factor.dim() > 1 or factor.numel() not in (1, *heads):
+            raise ValueError(
+                f"scale must be a float or a tensor of one value per query head {tuple(heads)}, got shape "
+                f"{tuple(factor.shape)}"
+            )
         factor = factor.to(precise)
         query = query.to(precise) * (factor[:, None, None] if factor.dim() else factor)
         key = _for_each_query_head(key.to(precise), query)

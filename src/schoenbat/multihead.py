@@ -156,15 +156,18 @@ class MultiheadSchoenbAt(nn.MultiheadAttention):
         q, k, v = self._project(query, key, value)
         key_mask = _key_mask(key_padding_mask, key.shape[:2])
         query_mask = key_mask if is_self_attention else None
-        k, v, key_mask = self._add_keys(k, v, key_mask)
+        queries, keys = query.shape[1], key.shape[1]
+        blind = queries - keys if causal and queries > keys else 0
+        k, v, key_mask = self._add_keys(k, v, key_mask, blind)
         out = self.attention(q, k, v, key_mask=key_mask, query_mask=query_mask, is_causal=causal)
         out = nn.functional.dropout(out, self.dropout, self.training)
         out = self.out_proj(out.transpose(1, 2).flatten(2))
         weights = None
         if need_weights:
             weights = self._weights(q, k, query_mask, key_mask, causal, average_attn_weights)
-            added = k.shape[-2] - key.shape[1]  # nn.MultiheadAttention has these columns last
-            weights = torch.cat([weights[..., added:], weights[..., :added].flip(-1)], dim=-1)
+            added = (self.bias_k is not None) + self.add_zero_attn  # nn.MultiheadAttention has them last
+            own = weights[..., k.shape[-2] - keys :]
+            weights = torch.cat([own, weights[..., :added].flip(-1)], dim=-1)
         if not batched:
             return out[0], None if weights is None else weights[0]
         return (out if self.batch_first else out.transpose(0, 1)), weights
@@ -222,9 +225,18 @@ class MultiheadSchoenbAt(nn.MultiheadAttention):
         return q, k, v
 
     def _add_keys(
-        self, key: Tensor, value: Tensor, key_mask: Tensor | None
+        self, key: Tensor, value: Tensor, key_mask: Tensor | None, blind: int
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Put bias and zero keys first: there every query sees them, causal or not."""
+        """Put bias and zero keys first: there every query sees them, causal or not.
+
+        Behind them stands a key that takes no part for each of the `blind` queries before the first key.
+        """
+        if self.bias_k is None and not self.add_zero_attn:
+            return key, value, key_mask
+        if blind:
+            mask = key_mask if key_mask is not None else key.new_ones(1, key.shape[-2], dtype=torch.bool)
+            key_mask = nn.functional.pad(mask, (blind, 0), value=False)
+            key, value = (nn.functional.pad(x, (0, 0, blind, 0)) for x in (key, value))
         before = key.shape[-2]
         if self.bias_k is not None and self.bias_v is not None:
             bias_key, bias_value = (
@@ -274,7 +286,8 @@ def _key_mask(key_padding_mask: Tensor | None, keys: torch.Size) -> Tensor | Non
     """
     if key_padding_mask is None:
         return None
-    if key_padding_mask.shape not in (keys, (1, keys[1])):
+    # Not `in`, here and below, which takes a symbol of torch.compile for no number that it stands for.
+    if key_padding_mask.shape != keys and key_padding_mask.shape != (1, keys[1]):
         raise ValueError(
             f"key_padding_mask must be (B, n_k) = {tuple(keys)}, got {tuple(key_padding_mask.shape)}"
         )
@@ -295,11 +308,9 @@ def _is_of_zero_and_minus_infinity(mask: Tensor) -> bool:
 
 
 def _check_size(attn_mask: Tensor, maps: int, queries: int, keys: int) -> None:
-    expected = (queries, keys), (maps, queries, keys)
-    if tuple(attn_mask.shape) not in expected:
-        raise ValueError(
-            f"attn_mask must have shape {expected[0]} or {expected[1]}, got {tuple(attn_mask.shape)}"
-        )
+    for_all, for_each = (queries, keys), (maps, queries, keys)
+    if attn_mask.shape != for_all and attn_mask.shape != for_each:
+        raise ValueError(f"attn_mask must have shape {for_all} or {for_each}, got {tuple(attn_mask.shape)}")
 
 
 def _is_causal(attn_mask: Tensor | None, hint: bool) -> bool:

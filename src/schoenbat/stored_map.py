@@ -79,6 +79,9 @@ class StoredMap(StaysPrecise):
         if is_parameter != isinstance(old, nn.Parameter):
             delattr(self, name)
             self._hold(name, tensor, is_parameter)
+            # In one order, whatever map was there: an optimizer's state knows parameters by their places.
+            for known in filter(self._parameters.__contains__, _TRAINED):
+                self._parameters[known] = self._parameters.pop(known)
         elif is_parameter:
             old.data = tensor  # the same Parameter: an optimizer that holds it keeps it
         else:

@@ -182,3 +182,13 @@ def test_logits_of_exp_beyond_the_range_are_named(keys):
     query, key = torch.full((1, 1, 2, 4), 1e30), torch.full((1, 1, keys, 4), -1e30)
     with pytest.raises(ValueError, match="beyond the range of"):
         kernelized_attention(query, key, torch.ones(1, 1, keys, 4))
+
+
+@pytest.mark.parametrize("kernel", ["exp", "sqrt"])
+def test_compiled_for_any_sizes(kernel):
+    """Which makes a symbol of a radius, too."""
+    compiled = torch.compile(kernelized_attention, fullgraph=True, dynamic=True, backend="eager")
+    for length in (5, 7):
+        query, key, value = (rows(2, 2, length, 8, seed=seed) for seed in range(3))
+        expected = kernelized_attention(query, key, value, kernel)
+        torch.testing.assert_close(compiled(query, key, value, kernel), expected)

@@ -179,8 +179,10 @@ def _attend_causal(
     before: Before | None,
 ) -> Tensor:
     """The keys before the first query become sums; queries before the first key see nothing."""
-    earlier = max(0, key.shape[-2] - query.shape[-2])
-    blind = max(0, query.shape[-2] - key.shape[-2])
+    queries, keys = query.shape[-2], key.shape[-2]
+    # Not max(0, ...): a graph of torch.compile is for one of the cases, where lengths are plain differences.
+    earlier = keys - queries if keys > queries else 0
+    blind = queries - keys if queries > keys else 0
     if before is not None:
         sums, count = before
     elif earlier:

@@ -105,9 +105,10 @@ def _dense(
 
 def _refuse_outside_radius(logits: Tensor, kernel: DotProductKernel) -> None:
     """Only where looking costs nothing: on a GPU it would synchronise, and the rows become NaN instead."""
-    if math.isinf(kernel.radius) or logits.device.type != "cpu":
+    # First, since torch.compile may have made a symbol of the radius.
+    if not is_concrete(logits) or logits.device.type != "cpu":
         return
-    if not logits.numel() or not is_concrete(logits):
+    if math.isinf(kernel.radius) or not logits.numel():
         return
     largest = logits.detach().max().item()
     if math.isnan(largest):  # one row's NaN must not hide what another row has
