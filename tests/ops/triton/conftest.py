@@ -12,6 +12,13 @@ def few_programs(monkeypatch):
 
 
 @pytest.fixture
+def smaller_gpu(monkeypatch):
+    """One with less shared memory than Hopper's."""
+    for module in ("plan", "tiles"):
+        monkeypatch.setattr(f"schoenbat.ops.triton.{module}.is_roomy", lambda device: False)
+
+
+@pytest.fixture
 def one_segment(monkeypatch):
     """Causal sums of several tiles that nothing far is added to, as many heads have them."""
     from schoenbat.ops.triton import axis

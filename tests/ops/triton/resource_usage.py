@@ -100,6 +100,7 @@ ROWS = {
     "p_new_near_keys",
     "p_new_near_values",
 }
+CPU = torch.device("cpu")
 SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
@@ -324,12 +325,12 @@ def trained_cases():
         shape = shape_of(width, torch.bfloat16)
         plan = narrowed(plan_of(shape, quadratic, 2 * width))
         widths = shape.dtype, shape.block_d, shape.block_v
-        tiles = tiles_of_map(tiles_for(*widths, quadratic=False), shape.dtype)
+        tiles = tiles_of_map(tiles_for(*widths, False, CPU), shape.dtype)
         yield bidirectional_map.map_backward, shape, plan, tiles, own
-        tiles = tiles_of_map(causal_tiles_for(*widths, quadratic), shape.dtype)
+        tiles = tiles_of_map(causal_tiles_for(*widths, quadratic, CPU), shape.dtype)
         yield causal_map.map_backward, shape, plan, tiles, own
     shape = shape_of(64, torch.float32)
-    tiles = tiles_of_map(tiles_for(torch.float32, 64, 64, quadratic=False), torch.float32)
+    tiles = tiles_of_map(tiles_for(torch.float32, 64, 64, False, CPU), torch.float32)
     yield bidirectional_map.map_backward, shape, narrowed(plan_of(shape, True, 128)), tiles, keys
 
 

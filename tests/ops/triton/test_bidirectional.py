@@ -205,6 +205,12 @@ def test_widths_that_divide_nothing(head_dim, value_dim, num_features):
     assert_close_to_specification(features, tensors, torch.tensor([1.5]))
 
 
+def test_wide_heads_on_a_smaller_gpu(few_programs, smaller_gpu):
+    features = make_map("exact-low", 72, 140, dtype=torch.float32, device=DEVICE)
+    tensors = [rows(1, 1, 70, 72, seed=i, dtype=torch.float16) for i in range(3)]
+    assert_close_to_specification(features, tensors, torch.tensor([1.5]))
+
+
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "num_features", "width", "groups"),
     [

@@ -203,6 +203,12 @@ def test_widths_that_divide_nothing(head_dim, value_dim, num_features):
     assert_close_to_specification(features, tensors, torch.tensor([1.5]), is_causal=True)
 
 
+def test_wide_heads_on_a_smaller_gpu(few_programs, smaller_gpu):
+    features = make_map("exact-low", 72, 140, dtype=torch.float32, device=DEVICE)
+    tensors = draw(70, 70, dim=72, dtype=torch.float16)
+    assert_close_to_specification(features, tensors, torch.tensor([1.5]), is_causal=True)
+
+
 def test_an_active_floor_has_gradients(few_programs):
     features = make_map("exact-low", 16, 40, dtype=torch.float32, device=DEVICE, scale=2.0)
     query, key, value = draw(40, 40)

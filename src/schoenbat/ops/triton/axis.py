@@ -31,7 +31,7 @@ class Axis(NamedTuple):
     @classmethod
     def of(cls, queries: int, keys: int, shape: Shape, plan: Plan) -> "Axis":
         """Chunks so long that all their sums take no more memory than query, key, value and output."""
-        tiles = causal_tiles_for(shape.dtype, shape.block_d, shape.block_v, plan.quadratic)
+        tiles = causal_tiles_for(shape.dtype, shape.block_d, shape.block_v, plan.quadratic, plan.tiles.device)
         rows = 2 * tiles.block * (shape.block_d + shape.block_v)
         # A map of constants alone has no features.
         chunk = max(1, cdiv(plan.num_features * shape.block_v, rows))

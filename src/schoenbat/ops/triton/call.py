@@ -39,7 +39,7 @@ class Shape(NamedTuple):
     def tiles(self, plan: Plan) -> Tiles:
         if plan.is_wide:
             return WIDE_TILES
-        return tiles_for(self.dtype, self.block_d, self.block_v, plan.quadratic)
+        return tiles_for(self.dtype, self.block_d, self.block_v, plan.quadratic, plan.tiles.device)
 
     def constants(self, plan: Plan, tiles: Tiles) -> dict[str, Any]:
         return {

@@ -59,7 +59,7 @@ def bidirectional(
     q, k, v, g = as_rows(query), as_rows(key), as_rows(value), as_rows(grad.to(query.dtype))
     inverse, to_total, to_mean, to_floored = by_row
     plan = narrowed(plan)
-    tiles = tiles_for(shape.dtype, shape.block_d, shape.block_v, quadratic=False)
+    tiles = tiles_for(shape.dtype, shape.block_d, shape.block_v, quadratic=False, device=query.device)
     tiles = tiles_of_map(tiles, shape.dtype)
 
     def run(own: Pass) -> None:
