@@ -14,6 +14,7 @@ from oracle import (
 )
 
 from schoenbat import MaclaurinFeatures, rmfa
+from schoenbat.ops import eager_causal
 
 CONSTRUCTIONS = ("exact-low", "unbiased", "paper")
 
@@ -71,6 +72,23 @@ def test_groups_maps_per_head_and_scales_match_reference(construction, is_causal
         scale=scale,
         enable_gqa=True,
     )
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 5])
+@pytest.mark.parametrize("masked", [False, True])
+def test_chunks_one_by_one_and_several_at_once(monkeypatch, at_once, masked):
+    """Of 700 rows: five whole chunks, and a part of one."""
+    chunk, formed = eager_causal._CHUNK, eager_causal._FORMED
+    monkeypatch.setattr(eager_causal, "rows_at_once", lambda x: at_once * formed * chunk)
+    assert chunk == 128
+    features = make_map("exact-low", trainable=True, num_heads=2)
+    query, key, value = batch(2, 700, 700)
+    mask = half_masked(700) if masked else None
+    scale = torch.linspace(0.5, 2.0, 4, dtype=torch.float64)
+    with poisoned_memory():
+        assert_matches_reference(
+            query, key, value, features, key_mask=mask, is_causal=True, scale=scale, enable_gqa=True
+        )
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

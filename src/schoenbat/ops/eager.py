@@ -46,12 +46,16 @@ def spans(x: Tensor) -> Iterator[slice]:
     """
     if torch.onnx.is_in_onnx_export():
         return iter([slice(None)])
+    length = max(64, rows_at_once(x) // 64 * 64)
+    return (slice(start, start + length) for start in range(0, max(x.shape[-2], 1), length))
+
+
+def rows_at_once(x: Tensor) -> int:
+    """Of each head of x ``(B, H, G, n, d)``, so that what is formed of all heads stays in the cache."""
     if x.device.type == "cpu":
         _keep_freed_memory()
     budget = 2**19 if x.device.type == "cpu" else 2**25
-    heads = max(1, x.shape[0] * x.shape[1] * x.shape[2])
-    length = max(64, budget // (heads * x.shape[-1]) // 64 * 64)
-    return (slice(start, start + length) for start in range(0, max(x.shape[-2], 1), length))
+    return budget // max(1, x.shape[0] * x.shape[1] * x.shape[2] * x.shape[-1])
 
 
 @cache

@@ -1,11 +1,12 @@
-"""Causal attention by a feature map in plain PyTorch: chunks one after the other, the past as sums.
+"""Causal attention by a feature map in plain PyTorch: chunk by chunk, the past as sums.
 
 Inside a chunk the scores are formed, C × C; what lies before it is read from the sums. With ``e`` the
 weight that the constant must have for the denominator to reach its floor f,
 
     out_i = (Σ_{j ≤ i} (φ(q_i)·φ(k_j) + e_i) v_j) / f_i,     e_i = (f_i − Σ_{j ≤ i} φ(q_i)·φ(k_j)) / count_i,
 
-which is v̄ + (numerator − denominator·v̄) / f. Shapes are those of `eager`; query and key have the same length.
+which is v̄ + (numerator − denominator·v̄) / f. As many chunks as fit the cache are gone through at once: K of
+them are B·K rows of the batch. Shapes are those of `eager`; query and key have the same length.
 """
 
 from collections.abc import Iterator
@@ -31,10 +32,13 @@ from schoenbat.ops.blocks import (
     weigh,
 )
 from schoenbat.ops.denominator import Denominator, guard, guard_backward
-from schoenbat.ops.eager import keep, sum_of_products
-from schoenbat.ops.sums import Sums
+from schoenbat.ops.eager import keep, rows_at_once, sum_of_products
+from schoenbat.ops.sums import Sums, key_count
 
 _CHUNK = 128
+# Times as much is formed of a row as in `eager`: features of queries and keys, scores, sums for each chunk.
+_FORMED = 4
+_ALL = slice(None)
 
 
 class Inputs(NamedTuple):
@@ -53,24 +57,23 @@ class Inputs(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Everything about one chunk that does not depend on the past."""
+    """Everything about chunks that does not depend on the past."""
 
     value: Tensor  # zeros where masked
     at_query: Evaluated  # of the scaled queries
     at_key: Evaluated  # of the scaled keys, zeros where masked
     phi_query: Monomials  # weighted
-    scores: Tensor  # (B, H, G, C, C), zero above the diagonal
-    visible: Tensor  # (B, 1, 1, C, C): 1 where the key takes part for the query
-    seen: Tensor  # (B, 1, 1, C, 1): how many keys each row sees
+    scores: Tensor  # (B·K, H, G, C, C), zero above the diagonal
+    seen: Tensor  # (B·K, 1, 1, C, 1): how many keys each row sees
 
 
 class Rows(NamedTuple):
-    """What one chunk's rows find when they look at their whole past."""
+    """What the rows of chunks find when they look at their whole past."""
 
-    numerator: Tensor  # (B, H, G, C, d_v), the constant's part left out
-    denominator: Tensor  # (B, H, G, C, 1), likewise
-    key_mean: Tensor  # (B, H, 1, C, d)
-    value_mean: Tensor  # (B, H, 1, C, d_v)
+    numerator: Tensor  # (B·K, H, G, C, d_v), the constant's part left out
+    denominator: Tensor  # (B·K, H, G, C, 1), likewise
+    key_mean: Tensor  # (B·K, H, 1, C, d)
+    value_mean: Tensor  # (B·K, H, 1, C, d_v)
     mean_logit: Tensor
     guarded: Denominator
     constant: Tensor  # e
@@ -82,11 +85,11 @@ def scan(inputs: Inputs, sums: Sums) -> tuple[Tensor, Sums]:
     seen = inputs.seen
     evaluator = Evaluator(inputs.blocks)
     for span in _spans(inputs.query):
-        chunk = _chunk(inputs, evaluator, span, seen)
-        found = _look_back(chunk, sums, inputs.coefficients)
-        out = _output(found, chunk.seen)
-        rows.append(out.to(inputs.query.dtype))
-        sums, seen = _advance(chunk, sums), seen + _new_keys(inputs, span)
+        parts, seen = _cut(inputs, span, seen)
+        chunk = _chunk(parts, evaluator)
+        before, sums = _accumulate(sums, _own_sums(chunk))
+        out = _output(_look_back(chunk, before, inputs.coefficients), chunk.seen)
+        rows.append(_joined(out.to(inputs.query.dtype), span, len(inputs.query)))
     return torch.cat(rows, dim=-2), sums
 
 
@@ -109,9 +112,9 @@ def scan_backward(
 
 
 class _RowGradients(NamedTuple):
-    """Columns of one chunk that the pass for the keys needs from the pass for the queries."""
+    """Columns of chunks that the pass for the keys needs from the pass for the queries."""
 
-    seen: Tensor
+    seen: Tensor  # (B, 1, 1, 1, 1): how many keys came before the first chunk
     floored: Tensor
     constant: Tensor
     denominator: Tensor  # gradient
@@ -128,21 +131,23 @@ def _query_pass(
     )
     rows = []
     for span in _spans(inputs.query):
-        chunk = _chunk(inputs, evaluator, span, seen)
-        found = _look_back(chunk, sums, inputs.coefficients)
+        parts, seen_after = _cut(inputs, span, seen)
+        chunk = _chunk(parts, evaluator)
+        before, sums = _accumulate(sums, _own_sums(chunk))
+        found = _look_back(chunk, before, inputs.coefficients)
         floored = found.guarded.floored
-        grad = grad_out[..., span, :].to(floored.dtype) / floored
+        grad = _chunks(grad_out, span).to(floored.dtype) / floored
         along_mean = (grad * found.value_mean).sum(-1, keepdim=True)
         grad_floored = along_mean - (grad * _output(found, chunk.seen)).sum(-1, keepdim=True)
         grad_total, grad_mean_logit, more = guard_backward(
             grad_floored, found.guarded, found.mean_logit, chunk.seen, inputs.coefficients, evaluator.train
         )
         grad_denominator = grad_total - along_mean
-        grad_scores = (grad @ chunk.value.mT + grad_denominator).tril()
+        grad_scores = (grad @ chunk.value.mT + grad_denominator).tril_()
 
         inside = tuple(part @ grad_scores.mT for part in chunk.at_key.phi)
-        grad_phi = add(inside, from_rows(blocks, sums.feature_value, grad))
-        grad_phi = add_outer_(grad_phi, sums.feature_sum, grad_denominator)
+        grad_phi = add(inside, from_rows(blocks, before.feature_value, grad))
+        grad_phi = add_outer_(grad_phi, before.feature_sum, grad_denominator)
         if evaluator.train:
             per_monomial = dot_rows(grad_phi, chunk.at_query.phi)
             small.weight.add_(sum_over_heads(inputs.weight, per_monomial))
@@ -150,11 +155,11 @@ def _query_pass(
         grad_x = grad_x + grad_mean_logit * found.key_mean
 
         small.coefficients.add_(more)
-        small.query_scale.add_(sum_of_products(grad_x, inputs.query[..., span, :].to(grad_x.dtype)))
-        grad_query[..., span, :] = grad_x * inputs.query_scale
+        small.query_scale.add_(sum_of_products(grad_x, parts.query.to(grad_x.dtype)))
+        grad_query[..., span, :] = _joined(grad_x * inputs.query_scale, span, len(inputs.query))
         to_mean = grad_mean_logit / chunk.seen.clamp(min=1)
         rows.append(_RowGradients(seen, floored, found.constant, grad_denominator, to_mean))
-        sums, seen = _advance(chunk, sums), seen + _new_keys(inputs, span)
+        seen = seen_after
     return grad_query, small, rows
 
 
@@ -163,65 +168,108 @@ def _key_pass(
 ) -> tuple[Tensor, Tensor, Sums]:
     grad_key, grad_value = torch.empty_like(inputs.key), torch.empty_like(inputs.value)
     for span, row in reversed(list(zip(_spans(inputs.query), rows, strict=True))):
-        chunk = _chunk(inputs, evaluator, span, row.seen)
-        grad = grad_out[..., span, :].to(row.floored.dtype) / row.floored
-        grad_scores = (grad @ chunk.value.mT + row.denominator).tril()
-        scores = (chunk.scores + row.constant).tril()
+        parts, _ = _cut(inputs, span, row.seen)
+        chunk = _chunk(parts, evaluator)
+        grad = _chunks(grad_out, span).to(row.floored.dtype) / row.floored
+        grad_scores = (grad @ chunk.value.mT + row.denominator).tril_()
+        scores = (chunk.scores + row.constant).tril_()
         along_query = row.mean_logit * chunk.at_query.x
-        not_before = torch.ones_like(scores[:1, :1, :1]).tril().mT
+        own = Sums(
+            _over_groups(sum_over_rows(chunk.phi_query, grad)),
+            _over_groups(sum_over_rows(chunk.phi_query, row.denominator)),
+            _over_groups(along_query.sum(-2, keepdim=True)),
+            _over_groups(row.constant.mT @ grad),
+        )
+        after, future = _accumulate(future, own, from_the_end=True)
 
         grad_phi = tuple(_over_groups(part @ grad_scores) for part in chunk.phi_query)
-        grad_phi = add(grad_phi, from_rows(inputs.blocks, future.feature_value, chunk.value))
-        grad_phi = add_outer_(grad_phi, future.feature_sum, torch.ones_like(chunk.value[..., :1]))
+        grad_phi = add(grad_phi, from_rows(inputs.blocks, after.feature_value, chunk.value))
+        grad_phi = add_outer_(grad_phi, after.feature_sum, torch.ones_like(chunk.value[..., :1]))
         grad_x = evaluator.backward(chunk.at_key, grad_phi)
-        grad_x = grad_x + _over_groups(not_before @ along_query) + future.key_sum
-        grad_v = _over_groups(scores.mT @ grad) + future.value_sum
-        grad_v = grad_v + apply_to_rows(chunk.at_key.phi, future.feature_value)
-        grad_key[..., span, :] = keep(inputs.mask, span, grad_x * inputs.key_scale)
-        grad_value[..., span, :] = keep(inputs.mask, span, grad_v)
-        future = Sums(
-            future.feature_value + _over_groups(sum_over_rows(chunk.phi_query, grad)),
-            future.feature_sum + _over_groups(sum_over_rows(chunk.phi_query, row.denominator)),
-            future.key_sum + _over_groups(along_query.sum(-2, keepdim=True)),
-            future.value_sum + _over_groups(row.constant.mT @ grad),
-        )
+        not_before = _over_groups(along_query).flip(-2).cumsum(-2).flip(-2)
+        grad_x = grad_x + not_before + after.key_sum
+        grad_v = _over_groups(scores.mT @ grad) + after.value_sum
+        grad_v = grad_v + apply_to_rows(chunk.at_key.phi, after.feature_value)
+        batch = len(inputs.key)
+        grad_key[..., span, :] = _joined(keep(parts.mask, _ALL, grad_x * inputs.key_scale), span, batch)
+        grad_value[..., span, :] = _joined(keep(parts.mask, _ALL, grad_v), span, batch)
     return grad_key, grad_value, future
 
 
 def _spans(x: Tensor) -> Iterator[slice]:
-    return (slice(start, start + _CHUNK) for start in range(0, max(x.shape[-2], 1), _CHUNK))
+    """Whole chunks, as many as fit the cache at once; what is left at the end by itself."""
+    length, whole = x.shape[-2], x.shape[-2] // _CHUNK * _CHUNK
+    step = max(1, rows_at_once(x) // _FORMED // _CHUNK) * _CHUNK
+    for start in range(0, whole, step):
+        yield slice(start, min(start + step, whole))
+    if whole < length or not length:
+        yield slice(whole, length)
+
+
+def _is_one_chunk(span: slice) -> bool:
+    return bool(span.stop - span.start <= _CHUNK)
+
+
+def _chunks(x: Tensor, span: slice) -> Tensor:
+    """Those of a span as rows of the batch: ``(B, H, G, n, c) -> (B·K, H, G, C, c)``."""
+    x = x[..., span, :]
+    return x if _is_one_chunk(span) else x.unflatten(-2, (-1, _CHUNK)).movedim(-3, 1).flatten(0, 1)
+
+
+def _joined(x: Tensor, span: slice, batch: int) -> Tensor:
+    """The way back: ``(B·K, H, G, C, c) -> (B, H, G, K·C, c)``."""
+    if _is_one_chunk(span):
+        return x
+    number = (span.stop - span.start) // _CHUNK
+    return x.unflatten(0, (batch, number)).movedim(1, -3).flatten(-3, -2)
 
 
 def _over_groups(x: Tensor) -> Tensor:
     return x.sum(2, keepdim=True)
 
 
-def _new_keys(inputs: Inputs, span: slice) -> Tensor | int:
-    if inputs.mask is not None:
-        return inputs.mask[..., span, :].sum(-2, keepdim=True)
-    return inputs.key[..., span, :].shape[-2]
+def _cut(inputs: Inputs, span: slice, seen: Tensor) -> tuple[Inputs, Tensor]:
+    """The chunks of a span, as inputs; how many keys came before the next span."""
+    query, key, value = (_chunks(x, span) for x in (inputs.query, inputs.key, inputs.value))
+    mask = None if inputs.mask is None else _chunks(inputs.mask, span)
+    before, seen = _running(seen, key_count(key, mask))
+    return inputs._replace(query=query, key=key, value=value, mask=mask, seen=before), seen
 
 
-def _chunk(inputs: Inputs, evaluator: Evaluator, span: slice, seen: Tensor) -> Chunk:
-    dtype, mask = inputs.weight.dtype, inputs.mask
-    query = inputs.query[..., span, :] * inputs.query_scale
-    key = keep(mask, span, inputs.key[..., span, :].to(dtype) * inputs.key_scale)
-    value = keep(mask, span, inputs.value[..., span, :].to(dtype))
-    length = key.shape[-2]
-    visible = key.new_ones(key.shape[0], 1, 1, length, length).tril()
-    if mask is not None:
-        visible = visible * mask[..., span, :].mT
+def _accumulate(first: Sums, own: Sums, *, from_the_end: bool = False) -> tuple[Sums, Sums]:
+    """The sums that each chunk finds, given its own, and those after the last one."""
+    pairs = (_running(a, b, from_the_end) for a, b in zip(first, own, strict=True))
+    found, after = zip(*pairs, strict=True)
+    return Sums(*found), Sums(*after)
+
+
+def _running(first: Tensor, own: Tensor, from_the_end: bool = False) -> tuple[Tensor, Tensor]:
+    """``(B, ...), (B·K, ...)``: the first and all of own before each, ``(B·K, ...)``, and the total."""
+    if len(own) == len(first):
+        return first, first + own
+    own = own.unflatten(0, (len(first), -1))
+    own = own.flip(1) if from_the_end else own
+    sums = torch.cat([first[:, None], own], dim=1).cumsum(1)
+    before, total = sums[:, :-1], sums[:, -1]
+    return (before.flip(1) if from_the_end else before).flatten(0, 1), total
+
+
+def _chunk(parts: Inputs, evaluator: Evaluator) -> Chunk:
+    dtype, mask = parts.weight.dtype, parts.mask
+    query = parts.query * parts.query_scale
+    key = keep(mask, _ALL, parts.key.to(dtype) * parts.key_scale)
+    value = keep(mask, _ALL, parts.value.to(dtype))
     at_query, at_key = evaluator.evaluate(query), evaluator.evaluate(key)
-    phi_query = weigh(at_query.phi, inputs.weight)
-    scores = inner(phi_query, at_key.phi) * visible
-    seen = seen + visible.sum(-1, keepdim=True)
-    return Chunk(value, at_query, at_key, phi_query, scores, visible, seen)
+    phi_query = weigh(at_query.phi, parts.weight)
+    scores = inner(phi_query, at_key.phi).tril_()
+    own = torch.ones_like(key[:1, :1, :, :, :1], dtype=torch.int64) if mask is None else mask
+    return Chunk(value, at_query, at_key, phi_query, scores, parts.seen + own.cumsum(-2))
 
 
 def _look_back(chunk: Chunk, sums: Sums, coefficients: Tensor) -> Rows:
     divisor = chunk.seen.clamp(min=1)
-    key_mean = (sums.key_sum + chunk.visible @ chunk.at_key.x) / divisor
-    value_mean = (sums.value_sum + chunk.visible @ chunk.value) / divisor
+    key_mean = (sums.key_sum + chunk.at_key.x.cumsum(-2)) / divisor
+    value_mean = (sums.value_sum + chunk.value.cumsum(-2)) / divisor
     numerator = chunk.scores @ chunk.value + apply_to_rows(chunk.phi_query, sums.feature_value)
     denominator = chunk.scores.sum(-1, keepdim=True) + apply_to_rows(chunk.phi_query, sums.feature_sum)
     mean_logit = (chunk.at_query.x * key_mean).sum(-1, keepdim=True)
@@ -234,10 +282,10 @@ def _output(found: Rows, seen: Tensor) -> Tensor:
     return (found.numerator + found.constant * seen * found.value_mean) / found.guarded.floored
 
 
-def _advance(chunk: Chunk, sums: Sums) -> Sums:
+def _own_sums(chunk: Chunk) -> Sums:
     return Sums(
-        sums.feature_value + sum_over_rows(chunk.at_key.phi, chunk.value),
-        sums.feature_sum + total_over_rows(chunk.at_key.phi),
-        sums.key_sum + chunk.at_key.x.sum(-2, keepdim=True),
-        sums.value_sum + chunk.value.sum(-2, keepdim=True),
+        sum_over_rows(chunk.at_key.phi, chunk.value),
+        total_over_rows(chunk.at_key.phi),
+        chunk.at_key.x.sum(-2, keepdim=True),
+        chunk.value.sum(-2, keepdim=True),
     )
