@@ -56,11 +56,12 @@ def attend(
     With `unit_rows`, queries and keys are normalised first; fused kernels do it on the way. A causal call may
     go on from what was `before`.
     """
+    obstacle = fused.obstacle(query) or fused.memory_obstacle(query, value)
     if before is None:
-        obstacle = fused.obstacle(query) or fused.map_obstacle(query, feature_map, implementation)
+        obstacle = obstacle or fused.map_obstacle(query, feature_map, implementation)
         chosen = choose(implementation, obstacle, query)
     else:
-        obstacle = fused.obstacle(query) or fused.state_obstacle(before.sums, feature_map)
+        obstacle = obstacle or fused.state_obstacle(before.sums, feature_map)
         chosen = choose_with_sums(implementation, obstacle, query)
     if not query.shape[-2] and before is None:
         return of_no_query(query, key, value)
@@ -89,7 +90,8 @@ def accumulate(
     implementation: str,
 ) -> tuple[Sums, Tensor]:
     """Keys and values as plain sums, which add up over pieces of a sequence, and their count."""
-    obstacle = fused.obstacle(key) or fused.training_obstacle(feature_map)
+    obstacle = fused.obstacle(key) or fused.memory_obstacle(key, value)
+    obstacle = obstacle or fused.training_obstacle(feature_map)
     chosen = choose_with_sums(implementation, obstacle, key)
     count = key_count(key, mask)
     if chosen == "triton":
@@ -114,7 +116,8 @@ def read(
 ) -> Tensor:
     """Bidirectional attention to everything in the sums."""
     sums, count = before
-    obstacle = fused.obstacle(query) or fused.state_obstacle(sums, feature_map)
+    obstacle = fused.obstacle(query) or fused.memory_obstacle(query, sums.value_sum)
+    obstacle = obstacle or fused.state_obstacle(sums, feature_map)
     if choose_with_sums(implementation, obstacle, query) == "triton":
         return fused.read(query, before, feature_map, query_scale)
     divisor = count.clamp(min=1)
@@ -146,6 +149,8 @@ def step(
     """
     sums, count = before
     obstacle = fused.obstacle(query) or fused.state_obstacle(sums, feature_map)
+    if not fused.is_decoding(query, key, value, *sums, query_scale):
+        obstacle = obstacle or fused.memory_obstacle(query, value)
     chosen = choose(implementation, obstacle, query)
     if chosen == "triton":
         return fused.step(query, key, value, mask, before, feature_map, query_scale, unit_rows)

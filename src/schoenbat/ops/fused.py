@@ -19,6 +19,8 @@ _HAS_TRITON = importlib.util.find_spec("triton") is not None
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 WIDEST_HEAD, WIDEST_TRAINED = 256, 128
 _WIDEST_VALUE = 128
+# On GPUs with less shared memory than Hopper's: how wide rows may be whatever their dtype and their heads.
+_WIDEST_OF_ALL, _NARROW_HEAD = 64, 32
 
 
 def device_obstacle(query: Tensor) -> str | None:
@@ -34,12 +36,34 @@ def obstacle(query: Tensor) -> str | None:
     """Why the fused kernels cannot run a call; None if they can."""
     if (problem := device_obstacle(query)) is not None:
         return problem
+    from schoenbat.ops.triton import shared_memory
+
+    if not shared_memory.is_enough(query.device):
+        least = shared_memory.LEAST_MEMORY // 1024
+        return f"it needs {least} KiB of shared memory for a program, which this GPU has not"
     if query.shape[-1] > WIDEST_HEAD:
         return f"heads are at most {WIDEST_HEAD} wide, got {query.shape[-1]}"
     if not query.shape[0] * query.shape[1]:
         return "there is nothing in the batch"
     if not as_operators():
         return "it has no derivative under torch.func transforms"
+    return None
+
+
+def memory_obstacle(*rows: Tensor) -> str | None:
+    """What keeps whole sequences of rows from GPUs that have less shared memory than Hopper's."""
+    from schoenbat.ops.triton.shared_memory import is_roomy
+
+    first = rows[0]
+    if is_roomy(first.device) or all(x.shape[-1] <= _WIDEST_OF_ALL for x in rows):
+        return None
+    if first.dtype == torch.float32:
+        return f"float32 rows wider than {_WIDEST_OF_ALL} do not fit the shared memory of this GPU"
+    if first.shape[-1] <= _NARROW_HEAD:  # whose pairs are one wide group
+        return (
+            f"beside heads of at most {_NARROW_HEAD}, values wider than {_WIDEST_OF_ALL} do not fit the "
+            "shared memory of this GPU"
+        )
     return None
 
 

@@ -20,8 +20,8 @@ def obstacle(
     query: Tensor, value: Tensor, feature_map: FeatureMap, implementation: str, others: Iterable[Tensor]
 ) -> str | None:
     """Why the fused kernels cannot run a call; None if they can. `others`: as in `step_obstacle`."""
-    found = fused.obstacle(query) or fused.training_obstacle(feature_map)
-    found = found or _width_obstacle(query)
+    found = fused.obstacle(query) or fused.memory_obstacle(query, value)
+    found = found or fused.training_obstacle(feature_map) or _width_obstacle(query)
     # A short sequence that is padded to a long one overflows float16 in the backward pass.
     is_careful = implementation == "auto" and query.dtype == torch.float16
     if is_careful and fused.wants_gradients(query, value, *others):

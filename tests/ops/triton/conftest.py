@@ -14,7 +14,7 @@ def few_programs(monkeypatch):
 @pytest.fixture
 def smaller_gpu(monkeypatch):
     """One with less shared memory than Hopper's."""
-    for module in ("plan", "tiles"):
+    for module in ("plan", "tiles", "shared_memory"):
         monkeypatch.setattr(f"schoenbat.ops.triton.{module}.is_roomy", lambda device: False)
 
 

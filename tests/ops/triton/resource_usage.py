@@ -361,9 +361,12 @@ def odd_power_cases():
 
 
 def cases_of_less_memory():
-    """Pairs, which take most."""
-    for width in (64, 128):
-        shape = shape_of(width, torch.bfloat16)
+    """Pairs, which take most; float32 as wide as it goes; values narrower and wider than keys."""
+    for width, value_dim, dtype in (
+        *((64, 64, torch.bfloat16), (64, 64, torch.float32), (128, 128, torch.bfloat16)),
+        *((128, 64, torch.bfloat16), (64, 128, torch.bfloat16)),
+    ):
+        shape = shape_of(width, dtype, value_dim)
         yield from bidirectional_cases(shape, plan_of(shape, True, 2 * width, bidirectional=True))
         yield from causal_cases(shape, plan_of(shape, True, 2 * width))
 

@@ -1,11 +1,13 @@
 """Maps as the kernels take them: what of a layout is kept, and for whom."""
 
+from functools import partial
+
 import pytest
 import torch
 from ops.triton.specification import DEVICE
 from oracle import gradients, make_map, rows
 
-from schoenbat import rmfa
+from schoenbat import RMFAState, rmfa, rmfa_step, rmfa_window
 
 pytest.importorskip("triton")
 
@@ -53,6 +55,42 @@ def test_gpus_with_less_memory_have_smaller_tiles(monkeypatch, construction, num
         monkeypatch.setattr(f"schoenbat.ops.triton.{module}.is_roomy", lambda device: False)
     small = laid_out()
     assert (small.whole, small.is_wide) == (0, False)
+
+
+@pytest.mark.parametrize("widths", [(72, 16), (16, 72)])
+def test_rows_that_smaller_gpus_have_no_memory_for_are_refused(smaller_gpu, widths):
+    features = make_map("exact-low", widths[0], 40, dtype=torch.float32)
+    query, value = (torch.zeros(1, 2, 5, width) for width in widths)
+    sequences = query, query, value
+    state = RMFAState.zeros(features, 1, 2, widths[1])
+    calls = [
+        partial(rmfa, *sequences, features),
+        partial(rmfa, *sequences, features, is_causal=True),
+        partial(rmfa_window, *sequences, features, 2),
+        partial(rmfa_step, *sequences, features, state),
+    ]
+    for call in calls:
+        with pytest.raises(NotImplementedError, match="wider than 64 do not fit the shared memory"):
+            call(implementation="triton")
+    half = partial(rmfa, *(x.half() for x in sequences), features)
+    one_token = partial(rmfa_step, *(x[..., :1, :] for x in sequences), features, state)
+    if widths[0] > 32:
+        assert torch.equal(half(implementation="triton"), value.half())
+    else:
+        with pytest.raises(NotImplementedError, match="values wider than 64 do not fit the shared"):
+            half(implementation="triton")
+    with torch.no_grad():
+        assert torch.equal(one_token(implementation="triton")[0], value[..., :1, :])
+
+
+def test_gpus_with_too_little_memory_take_the_eager_path(monkeypatch):
+    from schoenbat.ops.triton import shared_memory
+
+    features, rows = make_map("exact-low", 16, 40, dtype=torch.float32), torch.zeros(1, 2, 5, 16)
+    monkeypatch.setattr(shared_memory, "is_enough", lambda device: False)
+    with pytest.raises(NotImplementedError, match="it needs 99 KiB of shared memory"):
+        rmfa(rows, rows, rows, features, implementation="triton")
+    assert not rmfa(rows, rows, rows, features).any()
 
 
 def test_how_much_memory_there_is_is_known_to_a_compiler(monkeypatch):

@@ -53,11 +53,11 @@ def tiles_for(dtype: torch.dtype, block_d: int, block_v: int, quadratic: int, de
         return Tiles(16, 4, 1)
     if not quadratic:
         return Tiles(64 if widest <= 64 else 32, 2, 1 if widest <= 32 else 2)
+    if widest > 64 and not is_roomy(device):
+        return Tiles(32, 8, 1)
     if block_v < block_d or block_d < 32:
         return Tiles(32, 2, 3)
-    if widest <= 64:
-        return Tiles(64, 4, 3)
-    return Tiles(128, 8, 2) if is_roomy(device) else Tiles(32, 8, 2)
+    return Tiles(64, 4, 3) if widest <= 64 else Tiles(128, 8, 2)
 
 
 def takes_wide_groups(query: Tensor, dtype: torch.dtype, block_v: int) -> bool:
@@ -94,16 +94,14 @@ def causal_tiles_for(
 ) -> Tiles:
     """As `tiles_for`, but for pairs in float32, which spill kilobytes with one stage, and by width.
 
-    With 128 rows the gradients of wide heads would not fit the shared memory, on smaller GPUs not what is
-    loaded ahead. Narrow ones spill little with fewer registers.
+    With 128 rows the gradients of wide heads would not fit the shared memory. Narrow ones spill little with
+    fewer registers.
     """
     if quadratic and dtype == torch.float32:
         return Tiles(16, 8, 2)
     tiles = tiles_for(dtype, block_d, block_v, quadratic, device)
     if tiles.block == 64 and max(block_d, block_v) <= 32:
         return tiles._replace(registers=_FEWER_REGISTERS)
-    if tiles.block == 32 and tiles.num_warps == 8:
-        return tiles._replace(num_stages=1)
     return Tiles(64, 8, 2) if tiles.block == 128 else tiles
 
 
