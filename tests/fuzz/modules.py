@@ -366,7 +366,8 @@ def multihead_is_projections_around_schoenbat(case: Multihead) -> None:
     rows = [x if case.batched else x[None] for x in (query, key, value)]
     q, k, v = module._project(*rows)
     key_mask = None if ignored is None else ~(ignored if case.batched else ignored[None])
-    k, v, key_mask = module._add_keys(k, v, key_mask)
+    blind = max(0, case.queries - case.keys) if causal else 0
+    k, v, key_mask = module._add_keys(k, v, key_mask, blind)
     attended = module.attention(q, k, v, key_mask=key_mask, is_causal=causal)
     again = module.out_proj(attended.transpose(1, 2).flatten(2))
     torch.testing.assert_close(out, again if case.batched else again[0])

@@ -261,7 +261,7 @@ def _chunk(parts: Inputs, evaluator: Evaluator) -> Chunk:
     value = keep(mask, _ALL, parts.value.to(dtype))
     at_query, at_key = evaluator.evaluate(query), evaluator.evaluate(key)
     phi_query = weigh(at_query.phi, parts.weight)
-    scores = inner(phi_query, at_key.phi).tril_()
+    scores = inner(phi_query, at_key.phi).tril()
     own = torch.ones_like(key[:1, :1, :, :, :1], dtype=torch.int64) if mask is None else mask
     return Chunk(value, at_query, at_key, phi_query, scores, parts.seen + own.cumsum(-2))
 
