@@ -32,7 +32,8 @@ def compact_mask(
     **more: Any,
 ) -> Tensor | None:
     """What `AttentionMaskInterface` calls, once a forward, in place of building a dense mask."""
-    if isinstance(q_offset, Tensor):
+    # Of a static cache, the first call gives its offset as a number, but more keys than have come.
+    if isinstance(q_offset, Tensor) or (allow_is_causal_skip and kv_offset + kv_length > q_offset + q_length):
         raise ValueError(
             "a static cache holds positions that are not filled yet, which linear attention would add up; "
             "leave cache_implementation at None: the state of a SchoenbAt layer has a fixed size already"
