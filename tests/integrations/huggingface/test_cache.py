@@ -1,6 +1,13 @@
 import pytest
 import torch
-from integrations.huggingface.tiny import DECODERS, FAMILIES, make, qwen2_with_sliding_layer, tokens
+from integrations.huggingface.tiny import (
+    DECODERS,
+    FAMILIES,
+    diff_llama,
+    make,
+    qwen2_with_sliding_layer,
+    tokens,
+)
 from transformers import DynamicCache, StaticCache
 
 from schoenbat import SchoenbAt
@@ -267,6 +274,14 @@ def test_a_static_cache_is_refused_at_its_first_call(padding):
     cache = StaticCache(config=model.config, max_cache_len=20)
     with torch.no_grad(), pytest.raises(ValueError, match="leave cache_implementation at None"):
         model(ids, attention_mask=mask, past_key_values=cache)
+
+
+def test_attention_called_twice_a_forward_generates_without_a_cache():
+    """The second call would see the new keys alone."""
+    model, inputs = converted(diff_llama), inputs_for("diff_llama", 2)
+    with pytest.raises(ValueError, match="generate with use_cache=False"):
+        generate(model, inputs)
+    assert generate(model, inputs, use_cache=False).shape == (2, 9 + 15)
 
 
 def test_a_step_with_a_dense_mask_is_refused():
