@@ -71,7 +71,8 @@ def read_mask(mask: Tensor | None, is_causal: bool, keys: int) -> tuple[Tensor |
     raise ValueError(
         f"linear attention cannot follow a mask of shape {tuple(mask.shape)} and type {mask.dtype}: it forms "
         "no scores that could be masked one by one. Causal and padding masks (batch, length) can be "
-        "followed; sliding windows, packed sequences and custom 4-d masks cannot"
+        "followed; sliding windows, packed sequences and custom 4-d masks cannot. A compiled model without a "
+        "cache takes its input for packed sequences unless it gets an attention_mask, which may be all ones"
     )
 
 
