@@ -1,7 +1,14 @@
 import pytest
 import torch
-from integrations.huggingface.tiny import DECODERS, FAMILIES, make, qwen2_with_sliding_layer, tokens
-from transformers import DynamicCache
+from integrations.huggingface.tiny import (
+    DECODERS,
+    FAMILIES,
+    diff_llama,
+    make,
+    qwen2_with_sliding_layer,
+    tokens,
+)
+from transformers import DynamicCache, StaticCache
 
 from schoenbat import SchoenbAt
 from schoenbat.integrations.huggingface import RMFALayer, calibrate, convert
@@ -256,6 +263,25 @@ def test_what_a_state_cannot_do_is_said():
         generate(
             model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, cache_implementation="static"
         )
+
+
+@pytest.mark.parametrize("padding", [0, 2])
+def test_a_static_cache_is_refused_at_its_first_call(padding):
+    """Its empty positions would be keys like any other."""
+    model, ids = converted(FAMILIES["llama"]), tokens(1, 6)
+    mask = torch.ones_like(ids)
+    mask[:, :padding] = 0
+    cache = StaticCache(config=model.config, max_cache_len=20)
+    with torch.no_grad(), pytest.raises(ValueError, match="leave cache_implementation at None"):
+        model(ids, attention_mask=mask, past_key_values=cache)
+
+
+def test_attention_called_twice_a_forward_generates_without_a_cache():
+    """The second call would see the new keys alone."""
+    model, inputs = converted(diff_llama), inputs_for("diff_llama", 2)
+    with pytest.raises(ValueError, match="generate with use_cache=False"):
+        generate(model, inputs)
+    assert generate(model, inputs, use_cache=False).shape == (2, 9 + 15)
 
 
 def test_a_step_with_a_dense_mask_is_refused():

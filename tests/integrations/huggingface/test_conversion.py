@@ -303,6 +303,19 @@ def test_compiles_in_one_graph(family):
     torch.testing.assert_close(outputs_of(compiled, attention_mask=mask, **inputs), expected)
 
 
+def test_compiled_without_a_mask_it_is_said_to_pass_one():
+    """A compiled graph cannot look whether positions begin anew."""
+    model, inputs = make(FAMILIES["llama"]), inputs_for("llama")
+    convert(model, num_features=45)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager")
+    with pytest.raises(ValueError, match="unless it gets an attention_mask"):
+        outputs_of(compiled, use_cache=False, **inputs)
+    mask = torch.ones_like(inputs["input_ids"])
+    expected = outputs_of(model, use_cache=False, **inputs)
+    torch.testing.assert_close(outputs_of(compiled, use_cache=False, attention_mask=mask, **inputs), expected)
+
+
 def test_layers_of_chunks_keep_them():
     """As many keys as a chunk has may lie in two: one by one, tokens see what they see at once."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "intermediate_size_mlp": 48, "head_dim": 8}

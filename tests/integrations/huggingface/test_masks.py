@@ -94,7 +94,7 @@ def test_compact_and_dense_say_the_same():
     assert torch.equal(key_mask, padding)
     expected = torch.ones(3, 5).tril(2).bool() & padding[:, None, None]
     assert torch.equal(dense_mask(mask, True, 3, 5, padding.device), expected)
-    assert compact_mask(2, 3, 5, attention_mask=torch.ones(2, 5, dtype=torch.bool)) is None
+    assert compact_mask(2, 3, 5, q_offset=2, attention_mask=torch.ones(2, 5, dtype=torch.bool)) is None
     assert dense_mask(None, True, 3, 5, padding.device).tolist() == [
         [torch.ones(3, 5).tril(2).bool().tolist()]
     ]

@@ -17,6 +17,8 @@ from transformers import (
     DebertaModel,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    DiffLlamaConfig,
+    DiffLlamaForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     GPT2Config,
@@ -115,6 +117,11 @@ def albert() -> PreTrainedModel:
     """One layer, called three times."""
     config = {**_TEXT, **_SIZE, **_WIDE, "embedding_size": 16, "num_hidden_layers": 3}
     return AlbertModel(AlbertConfig(**config))
+
+
+def diff_llama() -> PreTrainedModel:
+    """Attention is called twice a forward, with two kinds of values."""
+    return DiffLlamaForCausalLM(DiffLlamaConfig(**_GROUPED, head_dim=8))
 
 
 def gemma2() -> PreTrainedModel:

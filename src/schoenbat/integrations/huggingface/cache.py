@@ -100,10 +100,10 @@ def enter_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def leave_cache(module: nn.Module) -> RMFALayer | None:
-    """The layer noted for this one call."""
+    """The layer noted for this one call; a second of the same forward finds one that no key went into."""
     layer = getattr(module, "rmfa_layer", None)
     if layer is not None:
-        module.rmfa_layer = None  # type: ignore[assignment]
+        module.rmfa_layer = RMFALayer()  # type: ignore[assignment]
     return layer
 
 

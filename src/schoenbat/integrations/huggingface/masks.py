@@ -32,7 +32,8 @@ def compact_mask(
     **more: Any,
 ) -> Tensor | None:
     """What `AttentionMaskInterface` calls, once a forward, in place of building a dense mask."""
-    if isinstance(q_offset, Tensor):
+    # Of a static cache, the first call gives its offset as a number, but more keys than have come.
+    if isinstance(q_offset, Tensor) or (allow_is_causal_skip and kv_offset + kv_length > q_offset + q_length):
         raise ValueError(
             "a static cache holds positions that are not filled yet, which linear attention would add up; "
             "leave cache_implementation at None: the state of a SchoenbAt layer has a fixed size already"
@@ -70,7 +71,8 @@ def read_mask(mask: Tensor | None, is_causal: bool, keys: int) -> tuple[Tensor |
     raise ValueError(
         f"linear attention cannot follow a mask of shape {tuple(mask.shape)} and type {mask.dtype}: it forms "
         "no scores that could be masked one by one. Causal and padding masks (batch, length) can be "
-        "followed; sliding windows, packed sequences and custom 4-d masks cannot"
+        "followed; sliding windows, packed sequences and custom 4-d masks cannot. A compiled model without a "
+        "cache takes its input for packed sequences unless it gets an attention_mask, which may be all ones"
     )
 
 
