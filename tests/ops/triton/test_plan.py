@@ -59,10 +59,10 @@ def test_gpus_with_less_memory_have_smaller_tiles(monkeypatch, construction, num
 
 @pytest.mark.parametrize("widths", [(72, 16), (16, 72)])
 def test_rows_that_smaller_gpus_have_no_memory_for_are_refused(smaller_gpu, widths):
-    features = make_map("exact-low", widths[0], 40, dtype=torch.float32)
-    query, value = (torch.zeros(1, 2, 5, width) for width in widths)
+    features = make_map("exact-low", widths[0], 40, dtype=torch.float32, device=DEVICE)
+    query, value = (torch.zeros(1, 2, 5, width, device=DEVICE) for width in widths)
     sequences = query, query, value
-    state = RMFAState.zeros(features, 1, 2, widths[1])
+    state = RMFAState.zeros(features, 1, 2, widths[1], device=DEVICE)
     calls = [
         partial(rmfa, *sequences, features),
         partial(rmfa, *sequences, features, is_causal=True),
@@ -86,7 +86,8 @@ def test_rows_that_smaller_gpus_have_no_memory_for_are_refused(smaller_gpu, widt
 def test_gpus_with_too_little_memory_take_the_eager_path(monkeypatch):
     from schoenbat.ops.triton import shared_memory
 
-    features, rows = make_map("exact-low", 16, 40, dtype=torch.float32), torch.zeros(1, 2, 5, 16)
+    features = make_map("exact-low", 16, 40, dtype=torch.float32, device=DEVICE)
+    rows = torch.zeros(1, 2, 5, 16, device=DEVICE)
     monkeypatch.setattr(shared_memory, "is_enough", lambda device: False)
     with pytest.raises(NotImplementedError, match="it needs 99 KiB of shared memory"):
         rmfa(rows, rows, rows, features, implementation="triton")

@@ -6,7 +6,7 @@ import torch
 
 HOPPER_MEMORY = 227 * 1024
 LEAST_MEMORY = 99 * 1024
-"""That of compute capability 8.6, 8.9 and 12.0; those before 8.0 have less, and so have AMD's GPUs."""
+"""That of compute capability 8.6, 8.9 and 12.0; those before 8.0 have less."""
 
 
 @torch.compiler.assume_constant_result
