@@ -66,7 +66,7 @@ class RMFAState:
         check_dtype("dtype", dtype)
         device = features.feature_weights.device if device is None else torch.device(device)
         dtype = at_least_float32(dtype or torch.float32)
-        monomials = sum(degree > 0 for degree in features.degrees)
+        monomials = _monomials(features)
         shapes = (monomials, value_dim), (monomials,), (features.head_dim,), (value_dim,)
         sums = [torch.zeros(batch, kv_heads, *shape, device=device, dtype=dtype) for shape in shapes]
         return cls(*Sums(*sums), torch.zeros(batch, dtype=torch.int64, device=device))
@@ -173,12 +173,17 @@ class RMFAState:
     def _check_map(self, features: MaclaurinFeatures) -> None:
         check_is_map(features)
         made_for = self.feature_sum.shape[-1], self.key_sum.shape[-1]
-        got = sum(degree > 0 for degree in features.degrees), features.head_dim
+        got = _monomials(features), features.head_dim
         if made_for != got:
             raise ValueError(
                 f"the state was made for a map of (features without the constant, head_dim) = {made_for}, "
                 f"this one has {got}; use the map that it was begun with"
             )
+
+
+def _monomials(features: MaclaurinFeatures) -> int:
+    """How many features a map has without the constant."""
+    return features.num_features - features.degrees.count(0)
 
 
 @dataclass
