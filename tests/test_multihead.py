@@ -231,6 +231,41 @@ def test_outputs_against_one_query_at_a_time(options, is_causal, padded):
     close(out, by_hand(module, x, key, value, is_causal=is_causal, ignored=ignored))
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"batch_first": True}, {"kdim": 5, "vdim": 6}, {"window": 3}], ids=str
+)
+def test_steps_continue_what_one_causal_call_does(options):
+    layer = MultiheadSchoenbAt(16, 4, construction="exact-low", seed=0, **options).eval()
+    rows = [torch.randn(9, 2, width) for width in (16, options.get("kdim", 16), options.get("vdim", 16))]
+    ignored = torch.zeros(2, 9, dtype=torch.bool)
+    ignored[1, :2] = True
+    state, outputs = None, []
+    lengthwise = 1 if layer.batch_first else 0
+    if layer.batch_first:
+        rows = [x.transpose(0, 1) for x in rows]
+    with torch.no_grad():
+        whole, _ = layer(*rows, key_padding_mask=ignored, is_causal=True)
+        for start, end in ((0, 4), (4, 5), (5, 9)):
+            piece = [x.narrow(lengthwise, start, end - start) for x in rows]
+            out, state = layer.step(*piece, state, key_padding_mask=ignored[:, start:end])
+            outputs.append(out)
+    torch.testing.assert_close(torch.cat(outputs, lengthwise), whole, rtol=1e-4, atol=1e-5)
+    assert state.count.tolist() == [9, 7]
+
+
+@pytest.mark.parametrize("option", ["add_bias_kv", "add_zero_attn"])
+def test_a_layer_that_adds_keys_does_not_decode(option):
+    x = torch.randn(1, 2, 16)
+    with pytest.raises(ValueError, match="added keys are no tokens"):
+        MultiheadSchoenbAt(16, 4, **{option: True}).step(x, x, x)
+
+
+def test_a_step_takes_a_batch():
+    x = torch.randn(3, 16)
+    with pytest.raises(ValueError, match="a batch of tokens"):
+        MultiheadSchoenbAt(16, 4).step(x, x, x)
+
+
 def test_cross_attention_to_another_length():
     module, query, key = make(add_zero_attn=True), inputs(length=3), inputs()
     close(module(query, key, key)[0], by_hand(module, query, key, key))

@@ -325,7 +325,7 @@ class SchoenbAt(WithProcessGroup):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        state: State | None,
+        state: State | None = None,
         *,
         key_mask: Tensor | None = None,
     ) -> tuple[Tensor, State]:
@@ -337,7 +337,7 @@ class SchoenbAt(WithProcessGroup):
         Example:
             >>> attention = SchoenbAt(8, 4, 64).eval()
             >>> q, k, v = torch.randn(3, 2, 4, 1, 8).unbind()
-            >>> out, state = attention.step(q, k, v, None)
+            >>> out, state = attention.step(q, k, v)
             >>> out, state = attention.step(q, k, v, state)
             >>> state.count.tolist()
             [2, 2]

@@ -10,6 +10,7 @@ from schoenbat.modules import SchoenbAt
 from schoenbat.ops.keeping import is_concrete
 from schoenbat.options import check_count, check_dtype, check_flag, check_number
 from schoenbat.packed import refuse_mask_beside_jagged
+from schoenbat.state import State
 
 # Of masks that are given in float16, too, whose least number is -65504.
 _AS_GOOD_AS_MINUS_INFINITY = -1e4
@@ -160,9 +161,7 @@ class MultiheadSchoenbAt(nn.MultiheadAttention):
         blind = queries - keys if causal and queries > keys else 0
         k, v, key_mask = self._add_keys(k, v, key_mask, blind)
         out = self.attention(q, k, v, key_mask=key_mask, query_mask=query_mask, is_causal=causal)
-        out = nn.functional.dropout(out, self.dropout, self.training)
-        out = self.out_proj(out.transpose(1, 2).flatten(2))
-        weights = None
+        out, weights = self._merge(out), None
         if need_weights:
             weights = self._weights(q, k, query_mask, key_mask, causal, average_attn_weights)
             added = (self.bias_k is not None) + self.add_zero_attn  # nn.MultiheadAttention has them last
@@ -171,6 +170,51 @@ class MultiheadSchoenbAt(nn.MultiheadAttention):
         if not batched:
             return out[0], None if weights is None else weights[0]
         return (out if self.batch_first else out.transpose(0, 1)), weights
+
+    def step(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        state: State | None = None,
+        *,
+        key_padding_mask: Tensor | None = None,
+    ) -> tuple[Tensor, State]:
+        """Decode n new tokens, causally: `SchoenbAt.step` between this layer's projections.
+
+        Args:
+            query: ``(n, B, E)``, or with `batch_first` ``(B, n, E)``.
+            key: likewise, of the same tokens.
+            value: likewise.
+            state: what the last step returned; None where nothing came before.
+            key_padding_mask: as in `forward`, of the new tokens: **True = ignore**.
+
+        Returns:
+            The output, shaped like the query, and the state after these tokens.
+
+        Example:
+            >>> layer = MultiheadSchoenbAt(32, 4, batch_first=True).eval()
+            >>> prompt, token = torch.randn(2, 10, 32), torch.randn(2, 1, 32)
+            >>> with torch.no_grad():
+            ...     out, state = layer.step(prompt, prompt, prompt)
+            ...     out, state = layer.step(token, token, token, state)
+            >>> out.shape, state.count.tolist()
+            (torch.Size([2, 1, 32]), [11, 11])
+        """
+        if self.bias_k is not None or self.add_zero_attn:
+            raise ValueError(
+                "a layer with add_bias_kv or add_zero_attn does not decode: its added keys are no tokens"
+            )
+        self._check(query, key, value)
+        _check_masks(key_padding_mask=key_padding_mask)
+        if query.dim() != 3:
+            raise ValueError(f"a step takes a batch of tokens, got a query {tuple(query.shape)}")
+        if not self.batch_first:
+            query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+        q, k, v = self._project(query, key, value)
+        out, state = self.attention.step(q, k, v, state, key_mask=_key_mask(key_padding_mask, key.shape[:2]))
+        out = self._merge(out)
+        return (out if self.batch_first else out.transpose(0, 1)), state
 
     def _forward_nested(
         self, query: Tensor, key: Tensor, value: Tensor, need_weights: bool, average: bool, is_causal: bool
@@ -223,6 +267,12 @@ class MultiheadSchoenbAt(nn.MultiheadAttention):
         )
         q, k, v = projected
         return q, k, v
+
+    def _merge(self, heads: Tensor) -> Tensor:
+        """``(B, H, n, d) -> (B, n, E)``."""
+        heads = nn.functional.dropout(heads, self.dropout, self.training)
+        merged: Tensor = self.out_proj(heads.transpose(1, 2).flatten(2))
+        return merged
 
     def _add_keys(
         self, key: Tensor, value: Tensor, key_mask: Tensor | None, blind: int
