@@ -1,7 +1,6 @@
-"""The README's tables that no GPU is needed for: ``python benchmarks/cpu_page.py``.
+"""Tables that no GPU is needed for; ``python benchmarks/cpu_page.py`` writes the README's.
 
-Reads cpu.json, speed-attentions.json and error-attentions.json in benchmarks/results, minilm.json and
-minilm_window.json in results; writes the tables between their markers in README.md.
+Reads cpu.json, speed-attentions.json and error-attentions.json in benchmarks/results.
 """
 
 import json
@@ -17,8 +16,7 @@ from schoenbat.report.numerical import length_table
 from schoenbat.report.pages import fill
 
 HERE = Path(__file__).parent
-ROOT = HERE.parent
-PAGE = ROOT / "README.md"
+PAGE = HERE.parent / "README.md"
 ROUNDING = 1e-5
 
 
@@ -27,19 +25,15 @@ def main() -> None:
 
 
 def tables() -> dict[str, str]:
-    """By the name of their markers."""
-    cpu = _read(HERE / "results" / "cpu.json")
-    speeds = [AttentionSpeed(**row) for row in _read(HERE / "results" / "speed-attentions.json")["rows"]]
-    errors = [AttentionError(**row) for row in _read(HERE / "results" / "error-attentions.json")["rows"]]
-    return {
-        "cpu": length_table([SpeedRow(**row) for row in cpu["rows"]], cpu["options"]),
-        "attentions": attention_table(speeds, errors),
-        "minilm": minilm_table(),
-    }
+    """By the name of their markers in the README."""
+    cpu = _read("cpu")
+    return {"cpu": length_table([SpeedRow(**row) for row in cpu["rows"]], cpu["options"])}
 
 
-def attention_table(speeds: list[AttentionSpeed], errors: list[AttentionError]) -> str:
+def attention_table() -> str:
     """Time and memory of forward and backward, their growth, and the distance to softmax."""
+    speeds = [AttentionSpeed(**row) for row in _read("speed-attentions")["rows"]]
+    errors = [AttentionError(**row) for row in _read("error-attentions")["rows"]]
     both = {(row.attention, row.length): row for row in speeds if row.direction == BACKWARD}
     distance = {(row.attention, row.length): row for row in errors}
     lengths = sorted({length for _, length in both})
@@ -80,23 +74,8 @@ def _error(row: AttentionError) -> str:
     return shown if row.approximates_softmax else f"{shown} *"
 
 
-def minilm_table() -> str:
-    """Mean cosine with the original's sentence embeddings, before and after distillation."""
-    lines = []
-    for name in ("minilm", "minilm_window"):
-        content = _read(ROOT / "results" / f"{name}.json")
-        options, rows = content["options"], content["rows"]
-        trained = f", {' + '.join(map(str, options['steps']))} steps of {options['batch']} texts"
-        for attention in dict.fromkeys(row["attention"] for row in rows if row["stage"] != "original"):
-            words = attention.replace("window", f"window of ±{options['window']}")
-            for stage, how_long in (("converted", ""), ("distilled", trained)):
-                chosen = [row for row in rows if (row["attention"], row["stage"]) == (attention, stage)]
-                lines.append([f"{words}, {stage}{how_long}", *(f"{row['cosine']:.2f}" for row in chosen)])
-    return table(["", "IMDb", "AAN"], lines)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8"))
+def _read(name: str) -> dict[str, Any]:
+    return json.loads((HERE / "results" / f"{name}.json").read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":

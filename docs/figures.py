@@ -14,11 +14,10 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from schoenbat.experiments.error import ErrorRow
 from schoenbat.files import write_atomically
 from schoenbat.report.markdown import table
 from schoenbat.report.pages import fill
-from schoenbat.report.plots import agreement_plot, error_plot, scaling_plot
+from schoenbat.report.plots import scaling_plot
 
 DOCS = Path(__file__).parent
 FIGURES, ROOT = DOCS / "figures", DOCS.parent
@@ -40,10 +39,8 @@ def main() -> None:
 def figures() -> dict[str, str]:
     """SVG by the file's name."""
     return {
-        "error": error_plot([ErrorRow(**row) for row in _read(ROOT / "results" / "error.json")]),
         "sharpness": _draw_sharpness(_read(FIGURES / "sharpness.json")),
         "time-cpu": _draw_times(_read(RESULTS / "cpu.json")),
-        "minilm": agreement_plot(_read(ROOT / "results" / "minilm_curves.json")),
     }
 
 
@@ -59,7 +56,7 @@ def _load(path: Path) -> Any:
 
 def tables() -> dict[str, dict[str, str]]:
     """Tables by the page and their name on it."""
-    page = _load(ROOT / "benchmarks" / "gpu_page.py")
+    page, attentions = (_load(ROOT / "benchmarks" / name) for name in ("gpu_page.py", "cpu_page.py"))
     gpu = _read(RESULTS / "nvidia-h200.json")
     return {
         "choosing": {"sharpness": _sharpness_table(_read(FIGURES / "sharpness.json"))},
@@ -78,6 +75,7 @@ def tables() -> dict[str, dict[str, str]]:
             "charlm": _charlm_table(),
         },
         "converting": {"minilm": _minilm_table()},
+        "comparison": {"attentions": attentions.attention_table()},
     }
 
 

@@ -128,3 +128,10 @@ def test_every_public_name_is_in_the_reference():
             path = f"{module.__name__}.{name}"
             # A module is there by what is in it.
             assert any(entry == path or entry.startswith(f"{path}.") for entry in listed), path
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pictures_and_files_that_a_page_links_to_are_there(page):
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for link in re.findall(r"\]\(([^)#\s]+)", text):
+        assert link.startswith("https://") or (page.parent / link).exists(), link

@@ -84,6 +84,6 @@ def test_a_rival_that_was_left_out_is_no_figure(grid):
 
 def test_lengths_beside_sdpa(speeds):
     lines = length_table(speeds, {"num_heads": 8, "head_dim": 64}).splitlines()
-    memory = 3 * 2**20 / (4 * 8 * 1000 * 64 * 4)
-    assert lines[2] == f"| 1,000 | forward | 500.0 | 5.0 | 100.0 × | {memory:.2f} |"
+    sdpa, rmfa = (memory / (4 * 8 * 1000 * 64 * 4) for memory in (2**35, 3 * 2**20))
+    assert lines[2] == f"| 1,000 | forward | 500.0 | 5.0 | 100.0 × | {sdpa:.2f} | {rmfa:.2f} |"
     assert lines[4].startswith("| 131,072 | forward |  | 5.0 |  |")

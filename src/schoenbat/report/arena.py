@@ -70,6 +70,11 @@ def accuracy_table(results: LraTable) -> str:
     return table(heading, lines)
 
 
+def own_accuracy_table(results: LraTable) -> str:
+    """The same without the paper's lines, and nothing but accuracies."""
+    return _table_of_ours(results, lambda row: row.accuracy is not None, lambda row: percent(row.accuracy))
+
+
 def last_step_table(results: LraTable) -> str:
     """Accuracy on test in percent after the last step, of what was measured here; empty without runs."""
     return _table_of_ours(
