@@ -132,20 +132,23 @@ def _cpu_times(rows: Rows) -> Iterable[tuple[str, float, float]]:
             yield f"8 × {length:,}", found[length, "sdpa"], found[length, "rmfa"]
 
 
-def _gpu_times(rows: Rows) -> Iterable[tuple[str, float, float]]:
+def _gpu_times(rows: Rows) -> Iterable[tuple[str, float, float, float]]:
+    """The same, and how many times as fast a plain call is."""
     kind = ", 64, 128, exact-low"
-    found = {(r["shape"], r["method"]): r["median"] for r in rows if r["direction"] == BOTH}
+    found = {(r["shape"], r["method"]): r for r in rows if r["direction"] == BOTH}
     for shape, method in found:
         if method == "triton" and shape.endswith(kind) and (shape, "cudnn") in found:
-            yield shape.removesuffix(kind), found[shape, "cudnn"], found[shape, "triton"]
+            theirs, ours = found[shape, "cudnn"], found[shape, "triton"]
+            yield shape.removesuffix(kind), theirs["median"], ours["median"], theirs["call"] / ours["call"]
 
 
-def _crossover_table(times: Iterable[tuple[str, float, float]], rival: str) -> str:
+def _crossover_table(times: Iterable[tuple[Any, ...]], rival: str) -> str:
     lines = [
-        [what, _milliseconds(theirs), _milliseconds(ours), f"{theirs / ours:,.1f} ×"]
-        for what, theirs, ours in times
+        [what, _milliseconds(theirs), _milliseconds(ours), *(f"{x:,.1f} ×" for x in (theirs / ours, *called))]
+        for what, theirs, ours, *called in times
     ]
-    return table(["heads × n", f"{rival}, ms", "RMFA, ms", "faster by"], lines)
+    heading = ["heads × n", f"{rival}, ms", "RMFA, ms", "faster by", "called"]
+    return table(heading[: len(lines[0])], lines)
 
 
 def _parallel_table(rows: Rows) -> str:
