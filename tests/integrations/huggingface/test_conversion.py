@@ -19,7 +19,9 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    BertConfig,
     BertForMaskedLM,
+    BertModel,
     CLIPConfig,
     CLIPModel,
     DynamicCache,
@@ -49,6 +51,16 @@ def test_every_layer_is_converted_and_no_weight_is_touched(family):
     after = model.state_dict()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     assert all(".schoenbat." in name for name in after.keys() - before.keys())
+
+
+@pytest.mark.parametrize(("head_dim", "num_features"), [(16, 128), (64, 128), (80, 160), (128, 256)])
+def test_wide_heads_get_as_many_features_as_leave_room_for_pairs(head_dim, num_features, tmp_path):
+    sizes = {"hidden_size": 2 * head_dim, "intermediate_size": 16, "num_attention_heads": 2}
+    model = BertModel(BertConfig(**sizes, num_hidden_layers=1, vocab_size=20))
+    convert(model)
+    model.save_pretrained(tmp_path)
+    for found in (model, BertModel.from_pretrained(tmp_path)):
+        assert [(f.num_features, max(f.degrees)) for f in maps_of(found)] == [(num_features, 2)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -19,7 +19,7 @@ from schoenbat.modules import SchoenbAt
 from schoenbat.stored_map import degrees_in
 
 DEFAULTS: Mapping[str, Any] = {
-    "num_features": 128,
+    "num_features": "auto",
     "kernel": "exp",
     "construction": "exact-low",
     "normalization": None,
@@ -100,7 +100,8 @@ def convert(model: PreTrainedModel, **options: Any) -> Conversion:
 
     Args:
         model: a transformers model.
-        **options: of `SchoenbAt`: ``num_features``, ``kernel`` (a name), ``construction``, ``normalization``,
+        **options: of `SchoenbAt`: ``num_features`` (``"auto"``: 128, or twice the width of wider heads, whose
+            linear part alone would take 128), ``kernel`` (a name), ``construction``, ``normalization``,
             ``scale`` (None: the model's own), ``center_keys`` (``"auto"``: the mean key where attention is
             bidirectional, a learned one where it is causal), ``window``, ``post``, ``trainable_features``,
             ``seed``, ...

@@ -18,6 +18,7 @@ from schoenbat.modules import SchoenbAt
 # What transformers' attention modules call the same two things.
 _HEAD_DIM = ("qk_head_dim", "head_dim", "head_size", "attention_head_size", "key_value_proj_dim")
 _NUM_HEADS = ("num_heads", "num_attention_heads", "n_heads")
+_LEAST_FEATURES = 128
 
 
 class Found(NamedTuple):
@@ -114,7 +115,8 @@ def build(module: nn.Module, options: Mapping[str, Any], device: torch.device | 
 
     ``scale=None`` is the module's own scale; a learned one begins there where rows keep their lengths.
     ``center_keys="auto"`` is what costs nothing in exactness: the mean of the keys where attention is
-    bidirectional, a learned centre where it is causal. A window means nothing in cross attention.
+    bidirectional, a learned centre where it is causal. ``num_features="auto"`` leaves room for pairs beside
+    the linear part. A window means nothing in cross attention.
     """
     head_dim, num_heads = _first_number(module, _HEAD_DIM), _num_heads(module)
     if head_dim is None or num_heads is None:
@@ -122,6 +124,8 @@ def build(module: nn.Module, options: Mapping[str, Any], device: torch.device | 
     chosen, scaling, kind = dict(options), own_scaling(module, int(head_dim)), SchoenbAt
     if chosen["scale"] is None:
         chosen["scale"] = scaling
+    if chosen["num_features"] == "auto":
+        chosen["num_features"] = max(_LEAST_FEATURES, 2 * int(head_dim))
     if chosen["center_keys"] == "auto":
         cancels = get_kernel(chosen["kernel"]).is_exponential and chosen["normalization"] is None
         chosen["center_keys"] = cancels and ("learned" if is_causal(module) else True)
