@@ -511,6 +511,22 @@ def test_loading_keeps_the_parameters_an_optimizer_holds():
     assert all(p.grad.shape == p.shape for p in held.values())
 
 
+@pytest.mark.parametrize(
+    "replace", [lambda a, b: a.resample(b.seed), lambda a, b: a.load_state_dict(b.state_dict())]
+)
+def test_a_gradient_goes_with_the_directions_it_is_of(replace):
+    """The next one would be added to it, and may have another size."""
+    x = torch.randn(4, 8)
+    features = MaclaurinFeatures(8, 30, construction="unbiased", scale=0.9, trainable=True, seed=0)
+    features(x).square().sum().backward()
+    other = of_another_tail(features, trainable=True)
+    replace(features, other)
+    for m in (features, other):
+        m(x).square().sum().backward()
+    for new, expected in zip(features.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(new.grad, expected.grad)
+
+
 def test_blocks_without_directions_are_no_parameters_but_saved_and_loaded():
     """A saved map has all blocks, whichever of them the one that loads it was drawn with."""
     maps = (MaclaurinFeatures(4, 4, construction="paper", trainable=True, seed=s) for s in range(100))
