@@ -774,6 +774,15 @@ def test_a_gain_of_zero_has_finite_gradients(construction):
     assert all(p.grad.isfinite().all() for p in features.parameters())
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_gradients_are_laid_out_as_their_parameters(is_causal):
+    """DDP warns of others, and copies them."""
+    features = MaclaurinFeatures(8, 30, construction="unbiased", trainable=True, seed=0)
+    query, key, value = torch.randn(3, 1, 2, 5, 8).unbind()
+    rmfa(query, key, value, features, is_causal=is_causal).square().sum().backward()
+    assert all(p.grad.stride() == p.stride() for p in features.parameters())
+
+
 def test_a_trainable_map_learns_and_a_fixed_one_has_no_parameters():
     assert not list(MaclaurinFeatures(4, 16).parameters())
     features = MaclaurinFeatures(4, 16, construction="unbiased", trainable=True, seed=0)
