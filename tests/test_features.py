@@ -511,6 +511,22 @@ def test_loading_keeps_the_parameters_an_optimizer_holds():
     assert all(p.grad.shape == p.shape for p in held.values())
 
 
+@pytest.mark.parametrize(
+    "replace", [lambda a, b: a.resample(b.seed), lambda a, b: a.load_state_dict(b.state_dict())]
+)
+def test_a_gradient_goes_with_the_directions_it_is_of(replace):
+    """The next one would be added to it, and may have another size."""
+    x = torch.randn(4, 8)
+    features = MaclaurinFeatures(8, 30, construction="unbiased", scale=0.9, trainable=True, seed=0)
+    features(x).square().sum().backward()
+    other = of_another_tail(features, trainable=True)
+    replace(features, other)
+    for m in (features, other):
+        m(x).square().sum().backward()
+    for new, expected in zip(features.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(new.grad, expected.grad)
+
+
 def test_blocks_without_directions_are_no_parameters_but_saved_and_loaded():
     """A saved map has all blocks, whichever of them the one that loads it was drawn with."""
     maps = (MaclaurinFeatures(4, 4, construction="paper", trainable=True, seed=s) for s in range(100))
@@ -756,6 +772,15 @@ def test_a_gain_of_zero_has_finite_gradients(construction):
     features(x).square().sum().backward()
     assert x.grad.isfinite().all()
     assert all(p.grad.isfinite().all() for p in features.parameters())
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_gradients_are_laid_out_as_their_parameters(is_causal):
+    """DDP warns of others, and copies them."""
+    features = MaclaurinFeatures(8, 30, construction="unbiased", trainable=True, seed=0)
+    query, key, value = torch.randn(3, 1, 2, 5, 8).unbind()
+    rmfa(query, key, value, features, is_causal=is_causal).square().sum().backward()
+    assert all(p.grad.stride() == p.stride() for p in features.parameters())
 
 
 def test_a_trainable_map_learns_and_a_fixed_one_has_no_parameters():

@@ -334,6 +334,17 @@ def test_check_names_widths_that_differ() -> None:
         kernel("inv").check(torch.zeros(2, 3, 5, 4), torch.zeros(2, 3, 5, 5))
 
 
+@pytest.mark.parametrize("name", ["exp", "inv"])
+def test_check_names_what_is_no_tensor_of_rows(name) -> None:
+    rows = torch.zeros(5, 4)
+    with pytest.raises(TypeError, match=r"query must be a tensor \(..., n, d\), got \(4,\)"):
+        kernel(name).check(rows[0], rows)
+    with pytest.raises(TypeError, match=r"key must be a tensor \(..., n, d\), got None"):
+        kernel(name).check(rows, None)
+    with pytest.raises(TypeError, match="scale must be a number, a tensor or None, got 'learned'"):
+        kernel(name).check(rows, rows, "learned")
+
+
 def test_check_knows_key_heads_that_are_shared() -> None:
     query, key = torch.zeros(2, 6, 5, 4), torch.zeros(2, 3, 7, 4)
     query[1, 3, 4, 0], key[1, 1, 6, 0] = 1.0, 2.0

@@ -103,7 +103,9 @@ def test_options_reach_the_class_with_their_types():
         ("softmax:rotary=true,qk_norm=true", "rotary=true needs qk_norm=l2"),
         ("softmax:scale=learned", "scale is 'auto', a float or None, got 'learned'"),
         ("schoenbat:kernel=1-x", "attention 'schoenbat:kernel=1-x': .*must not be negative"),
-        ("schoenbat:kernel=foo", "foo"),
+        ("schoenbat:kernel=foo", "unknown kernel 'foo': .* a name, or a formula that needs no radius"),
+        ("schoenbat:kernel=polynomial(2)", r"a formula .* as in kernel=\(2\+x\)\*\*2"),
+        ("schoenbat:kernel=1/(2-x)", r"too large for '1/\(2-x\)': .* needs no radius, .*: give any other to"),
     ],
 )
 def test_errors_name_what_is_wrong_and_what_is_known(text, problem):

@@ -234,8 +234,8 @@ class MaclaurinFeatures(StoredMap):
         zeroth = weights.new_full((weights.shape[0],), constant)
         slope = torch.full_like(zeroth, min(first / constant, _STEEPEST))
         if self.gains is not None:
-            low = nn.functional.pad(self.gains, (0, 1)).to(dtype)  # a map of constants alone has one gain
-            squares = low[:, :2].square()
+            low = self.gains.to(dtype)[:, :2]  # a map of constants alone has one gain
+            squares = nn.functional.pad(low, (0, 2 - low.shape[-1])).square()
             zeroth, slope = zeroth * squares[:, 0], slope * squares[:, 1] / squares[:, 0].clamp(min=1e-12)
         coefficients = torch.stack([weights[:, :constants].sum(-1), zeroth, slope], dim=-1)
         return FeatureMap(self._blocks(dtype), weights[:, constants:], coefficients, self.scale)

@@ -23,6 +23,7 @@ from schoenbat.baselines import (
     Softmax,
 )
 from schoenbat.kernels import DotProductKernel
+from schoenbat.kernels import kernel as get_kernel
 from schoenbat.modules import SchoenbAt
 
 _ATTENTIONS: dict[str, type[nn.Module]] = {
@@ -206,9 +207,15 @@ def _parse_options(name: str, text: str, known: tuple[str, ...]) -> dict[str, An
     return options
 
 
-def _find_kernel(text: str) -> str | DotProductKernel:
+def _find_kernel(text: str) -> DotProductKernel:
     """A name, or a formula in x: of entire functions alone, as there is no place for a radius."""
-    return DotProductKernel.from_expression(text) if re.search(r"\bx\b", text) else text
+    try:
+        return DotProductKernel.from_expression(text) if re.search(r"\bx\b", text) else get_kernel(text)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}; in the text of an attention a kernel is a name, or a formula that needs no radius, as "
+            "in kernel=(2+x)**2: give any other to SchoenbAt itself"
+        ) from error
 
 
 def _check_rotary(name: str, options: dict[str, Any]) -> None:

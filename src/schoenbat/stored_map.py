@@ -84,6 +84,7 @@ class StoredMap(StaysPrecise):
                 self._parameters[known] = self._parameters.pop(known)
         elif is_parameter:
             old.data = tensor  # the same Parameter: an optimizer that holds it keeps it
+            old.grad = None  # it was that of other directions, perhaps of another number of them
         else:
             setattr(self, name, tensor)
 

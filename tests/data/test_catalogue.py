@@ -1,6 +1,8 @@
 """Tasks by name: prepare and load, options, and what is said when data are missing."""
 
 import builtins
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -209,6 +211,12 @@ def test_without_pyarrow_the_install_command_is_shown(review_parquet, monkeypatc
     monkeypatch.setattr(builtins, "__import__", refuse)
     with pytest.raises(RuntimeError, match=r"pip install 'schoenbat\[cli\]'"):
         data.load("text", review_parquet.parent)
+
+
+def test_without_numpy_the_install_command_is_shown():
+    code = "import sys; sys.modules['numpy'] = None; import schoenbat; schoenbat.data"
+    result = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert "needs numpy; install it with: pip install 'schoenbat[cli]'" in result.stderr
 
 
 def test_a_source_that_changes_does_not_change_what_was_prepared(review_parquet, tmp_path, make):

@@ -84,14 +84,14 @@ def test_a_second_derivative_raises():
     x, y, other = draw()
     out = product(x, y, [other.detach()])[0]
     (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="no autograd"):
+    with pytest.raises(RuntimeError, match="test_product_backward has no derivative: "):
         grad.sum().backward()
 
 
 def test_what_has_no_derivative_says_so():
     x, y, other = draw()
     out = product_backward(torch.ones(3), x, y, [other])[0]
-    with pytest.raises(RuntimeError, match="no autograd"):
+    with pytest.raises(RuntimeError, match="test_product_backward has no derivative: "):
         out.sum().backward()
 
 

@@ -68,7 +68,17 @@ def _any_requires_grad(tensors: Iterable[Tensor]) -> bool:
 
 
 def _custom_op(name: str, function: Callable[..., Any]) -> Any:
-    return torch.library.custom_op(f"schoenbat::{name}", function, mutates_args=())
+    """Without a derivative until one is registered: then PyTorch's own error would speak to its author."""
+    operator = torch.library.custom_op(f"schoenbat::{name}", function, mutates_args=())
+
+    def refuse(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError(
+            f"schoenbat::{name} has no derivative: fused and eager attention are differentiable once. Take "
+            "second derivatives under torch.func, or with rmfa(..., implementation='reference')"
+        )
+
+    operator.register_autograd(refuse)
+    return operator
 
 
 def _named(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
