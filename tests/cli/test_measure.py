@@ -1,6 +1,7 @@
 """The command line: help, errors, files, interruption."""
 
 import json
+import signal
 import subprocess
 import sys
 from functools import partial
@@ -152,6 +153,21 @@ def test_an_interrupted_demo_keeps_the_parts_that_were_measured(invoke, tmp_path
     monkeypatch.setattr(demo, "listops_task", interrupted)
     result = invoke("demo")
     assert result.exit_code == 130
+    assert result.stderr == "stopped: parts that came to their end are written, this one is not\n"
+    assert {path.stem for path in tmp_path.iterdir()} == {"demo-error", "demo-speed"}
+
+
+@pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_demo_that_is_stopped_in_training_says_so_too(invoke, tmp_path, monkeypatch, number, code):
+    train_one = demo.train_one
+
+    def stopped(name, task, options, on_step):
+        return train_one(name, task, options, lambda step: signal.raise_signal(number))
+
+    monkeypatch.setattr(demo, "train_one", stopped)
+    result = invoke("demo")
+    assert result.exit_code == code
     assert result.stderr == "stopped: parts that came to their end are written, this one is not\n"
     assert {path.stem for path in tmp_path.iterdir()} == {"demo-error", "demo-speed"}
 

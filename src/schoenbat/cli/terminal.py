@@ -10,6 +10,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from schoenbat.training.interruption import Interrupted
+
 console = Console()
 if not console.is_terminal:
     console.width = 100
@@ -84,12 +86,18 @@ def place_for_files(path: Path) -> Path:
 
 @contextmanager
 def stoppable(kept: str = "nothing was written") -> Iterator[None]:
-    """For commands, which Ctrl-C ends with the exit code 130: they say what is kept."""
+    """For commands, which Ctrl-C ends with the exit code 130: they say what is kept.
+
+    A training run inside of them notes signals itself: SIGTERM ends it with 143.
+    """
     try:
         yield
     except KeyboardInterrupt:
         typer.echo(f"stopped: {kept}", err=True)
         raise
+    except Interrupted as stopped:
+        typer.echo(f"stopped: {kept}", err=True)
+        raise typer.Exit(128 + stopped.number) from None
 
 
 @contextmanager
