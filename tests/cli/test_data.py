@@ -47,6 +47,14 @@ def small(monkeypatch):
     monkeypatch.setattr(listops, "VALIDATION_SIZE", 2)
 
 
+def test_brackets_in_a_path_are_no_markup(small, tmp_path):
+    arguments = ["--workers", "1", "--test-size", "3", "--data", str(tmp_path / "copy [old]")]
+    prepared = CliRunner().invoke(app, ["data", "prepare", "listops", *arguments])
+    assert f"written: {tmp_path / 'copy [old]' / 'listops'}\n" in prepared.output
+    listed = CliRunner().invoke(app, ["data", "list", "--data", str(tmp_path / "copy [old]")])
+    assert "copy [old]" in listed.output
+
+
 @pytest.mark.parametrize("command", ["prepare", "list"])
 def test_help_shows_an_example(command):
     result = CliRunner().invoke(app, ["data", command, "--help"], env={"COLUMNS": "100"})

@@ -12,7 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from schoenbat.training.interruption import Interrupted
 
-console = Console()
+# Paths and notes may hold what would be markup, [copy], or an emoji, :x:.
+console = Console(markup=False, emoji=False)
 if not console.is_terminal:
     console.width = 100
 # What a scheduler and a sweep tell these endings from others by.
@@ -33,7 +34,7 @@ def advance(progress: Progress, task: TaskID, step: int) -> None:
 
 def progress_bar() -> Progress:
     return Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
