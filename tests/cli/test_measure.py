@@ -1,6 +1,7 @@
 """The command line: help, errors, files, interruption."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -179,6 +180,17 @@ def test_a_missing_extra_is_named(module):
     assert result.returncode == 1
     assert f"need {module}; install them with: pip install 'schoenbat[cli]'" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_a_terminal_that_knows_ascii_alone_shows_what_it_can():
+    result = subprocess.run(
+        [sys.executable, "-m", "schoenbat", "error", "--help"],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        check=False,
+    )
+    assert (result.returncode, result.stderr) == (0, b"")
+    assert b"softmax(QK?/" in result.stdout
 
 
 @pytest.mark.parametrize("command", ["error", "speed", "theorems", "demo", "translate"])
