@@ -83,6 +83,15 @@ def test_a_complete_run_is_not_run_again_and_a_begun_one_not_overwritten(data, t
     assert "--resume" in over.output
 
 
+def test_a_damaged_result_is_refused_with_what_to_do(data, tmp_path):
+    path = run_directory(tmp_path / "runs", "image", "mean", 0) / RESULT
+    path.parent.mkdir(parents=True)
+    path.write_text('{"experiment"')
+    refused = invoke(*command(data, tmp_path, *SMALL, "--resume"))
+    assert refused.exit_code == 2
+    assert "delete it, and the run goes on" in " ".join(refused.output.replace("│", " ").split())
+
+
 def test_a_directory_belongs_to_one_program(data, tmp_path, monkeypatch):
     arguments, directory = (
         command(data, tmp_path, *SMALL),
