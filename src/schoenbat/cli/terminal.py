@@ -60,7 +60,8 @@ def print_files(files: list[Path]) -> None:
 
 
 def split_names(text: str | None) -> tuple[str, ...] | None:
-    return None if text is None else tuple(name.strip() for name in text.split(","))
+    """The names in a list with commas, each of them once."""
+    return None if text is None else tuple(dict.fromkeys(name.strip() for name in text.split(",")))
 
 
 def given(**options: object) -> dict[str, Any]:
