@@ -198,7 +198,8 @@ def _load(options: "RunOptions", data: Path, directory: Path, *, resume: bool) -
         raise ValueError("there is no GPU that PyTorch can use; leave --accelerator out, or set it to cpu")
     share_of_batch(options.protocol.batch_size, num_processes(options.devices))
     build_attention(options.attention, head_dim=32, num_heads=2, max_length=64)
-    if find_checkpoint(directory) is not None and not resume and not options.timing:
+    begun = find_checkpoint(directory) is not None or (directory / RESULT).exists()
+    if begun and not resume and not options.timing:
         raise ValueError(
             f"{directory} holds a run that was begun before; continue it with --resume, choose another "
             "--out, or delete that directory"
