@@ -18,6 +18,7 @@ from schoenbat.data import cache
 from schoenbat.data.arrays import consecutive
 from schoenbat.registry import attention_names, build_attention
 from schoenbat.training.claim import claim, told_who_holds
+from schoenbat.training.interruption import Interrupted
 from schoenbat.training.options import RunOptions
 from schoenbat.training.protocol import Protocol
 from schoenbat.training.record import CHECKPOINT, LOG, RESULT, run_directory
@@ -93,6 +94,19 @@ def test_a_damaged_result_is_refused_with_what_to_do(data, tmp_path):
     refused = invoke(*command(data, tmp_path, *SMALL, "--resume"))
     assert refused.exit_code == 2
     assert "delete it, and the run goes on" in " ".join(refused.output.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("more", "kept"), [([], "continue with --resume"), (["--timing"], "nothing of a timing is kept")]
+)
+def test_a_run_that_is_stopped_says_what_is_kept(data, tmp_path, monkeypatch, more, kept):
+    def stopped(*arguments, **options):
+        raise Interrupted("stopped after step 3", signal.SIGINT)
+
+    monkeypatch.setattr("schoenbat.training.run.train", stopped)
+    result = invoke(*command(data, tmp_path, *SMALL, "--steps", "20", *more))
+    assert result.exit_code == 130
+    assert result.stderr.strip() == f"stopped after step 3; {kept}"
 
 
 def test_a_directory_belongs_to_one_program(data, tmp_path, monkeypatch):

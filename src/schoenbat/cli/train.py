@@ -234,7 +234,8 @@ def _train(options: "RunOptions", task: "Task", directory: Path, *, resume: bool
         except Interrupted as stopped:
             bar.stop()
             if is_first():
-                typer.echo(f"{stopped}; continue with --resume", err=True)
+                kept = "nothing of a timing is kept" if options.timing else "continue with --resume"
+                typer.echo(f"{stopped}; {kept}", err=True)
             raise typer.Exit(exit_code(128 + stopped.number)) from None
         except LostProcessError as error:
             bar.stop()
