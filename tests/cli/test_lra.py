@@ -109,6 +109,13 @@ def test_a_run_that_is_stopped_says_what_is_kept(data, tmp_path, monkeypatch, mo
     assert result.stderr.strip() == f"stopped after step 3; {kept}"
 
 
+def test_a_place_that_cannot_be_written_to_is_named(data, tmp_path):
+    (tmp_path / "runs").touch()
+    refused = invoke(*command(data, tmp_path, *SMALL))
+    assert refused.exit_code == 2
+    assert "is a file; choose a directory" in " ".join(refused.output.replace("│", " ").split())
+
+
 def test_a_directory_belongs_to_one_program(data, tmp_path, monkeypatch):
     arguments, directory = (
         command(data, tmp_path, *SMALL),

@@ -16,6 +16,7 @@ from schoenbat.cli.terminal import (
     console,
     explained,
     given,
+    place_for_files,
     print_files,
 )
 from schoenbat.experiments.groups import TASKS
@@ -68,7 +69,9 @@ def train(
     ],
     seed: Annotated[int, typer.Option(help="Of weights, feature maps, batches and dropout.")] = 0,
     data: Annotated[Path, typer.Option(help="Where `schoenbat data prepare` put the data.")] = Path("data"),
-    out: Annotated[Path, typer.Option(help="Directory of all runs; each has its own inside.")] = Path("runs"),
+    out: Annotated[
+        Path, typer.Option(help="Directory of all runs; each has its own inside.", callback=place_for_files)
+    ] = Path("runs"),
     resume: Annotated[bool, typer.Option("--resume", help="Continue a run that was interrupted.")] = False,
     timing: Annotated[bool, typer.Option("--timing", help="Only time 200 steps.")] = False,
     shared_device: Annotated[
