@@ -49,8 +49,11 @@ for (const table of document.querySelectorAll("table")) {
       const figures = cells.map(figure).filter(x => !Number.isNaN(x));
       const wrong = figures.some((x, i) => i && sign * (x - figures[i - 1]) < 0);
       const gaps = cells.map(figure).findIndex(Number.isNaN);
+      const said = heading.getAttribute("aria-sort") === "ascending" ? 1 : -1;
+      const words = figures.length ? [] : cells;
+      const otherwise = words.some((x, i) => i && said * x.localeCompare(words[i - 1]) < 0);
       const late = figures.length && gaps >= 0 && cells.slice(gaps).map(figure).some(x => !Number.isNaN(x));
-      if (wrong || late || cells.length !== count) problems.push(heading.textContent);
+      if (wrong || otherwise || late || cells.length !== count) problems.push(heading.textContent);
     }
   });
 }

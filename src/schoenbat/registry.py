@@ -101,8 +101,8 @@ def with_seed(text: str, seed: int | None = None) -> str:
 
     None stands for a seed from torch's global generator: two layers then draw differently.
 
-    >>> [with_seed(text, 3) for text in ("performer", "rfa:gate=true", "rfa:seed=1", "mean")]
-    ['performer:seed=3', 'rfa:gate=true,seed=3', 'rfa:seed=1', 'mean']
+    >>> [with_seed(text, 3) for text in ("performer", "rfa:gate=true", "rfa:seed = 1", "mean")]
+    ['performer:seed=3', 'rfa:gate=true,seed=3', 'rfa:seed = 1', 'mean']
     """
     if seed is None and _lacks(text, "seed"):
         seed = int(torch.randint(2**31, (), device="cpu"))
@@ -120,8 +120,8 @@ def with_option(text: str, option: str, value: Any) -> str:
 
 
 def _lacks(text: str, option: str) -> bool:
-    name, _, options = text.partition(":")
-    return option in attention_options(name) and f"{option}=" not in options
+    name, given = parse_attention(text)
+    return option in attention_options(name) and option not in given
 
 
 def build_attention(text: str, head_dim: int, num_heads: int, max_length: int | None = None) -> nn.Module:

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from schoenbat import data
 from schoenbat.cli import app
+from schoenbat.cli.terminal import console
 from schoenbat.data import listops
 
 
@@ -47,6 +48,14 @@ def small(monkeypatch):
     monkeypatch.setattr(listops, "VALIDATION_SIZE", 2)
 
 
+def test_brackets_in_a_path_are_no_markup(small, tmp_path):
+    arguments = ["--workers", "1", "--test-size", "3", "--data", str(tmp_path / "copy [old]")]
+    prepared = CliRunner().invoke(app, ["data", "prepare", "listops", *arguments])
+    assert f"written: {tmp_path / 'copy [old]' / 'listops'}\n" in prepared.output
+    listed = CliRunner().invoke(app, ["data", "list", "--data", str(tmp_path / "copy [old]")])
+    assert "copy [old]" in " ".join(listed.output.split())
+
+
 @pytest.mark.parametrize("command", ["prepare", "list"])
 def test_help_shows_an_example(command):
     result = CliRunner().invoke(app, ["data", command, "--help"], env={"COLUMNS": "100"})
@@ -73,14 +82,21 @@ def test_retrieval_shows_what_needs_no_reading(invoke, papers):
     assert "75.0% on test by the more frequent answer, 100.0% by how often" in result.output
 
 
-def test_the_list_shows_what_is_there(invoke, papers, tmp_path):
+def test_the_list_shows_what_is_there_in_80_columns(invoke, papers, tmp_path, monkeypatch):
+    monkeypatch.setattr(console, "width", 80)
     invoke("prepare", "retrieval", "--from", papers, "--pairs", "matched")
     fingerprint = data.load("retrieval", tmp_path / "root").fingerprint[:16]
-    lines = {line.split()[1]: line for line in invoke("list").output.splitlines() if line.count("│") == 8}
+    lines = {words[0]: words[1:] for line in invoke("list").output.splitlines() if (words := line.split())}
     assert set(data.task_names()) <= set(lines)
-    assert lines["retrieval"].split("│")[6:8] == [" pairs=matched ", f" {fingerprint} "]
-    assert "not prepared" in lines["text"]
-    assert all(len(line) <= 100 for line in invoke("list").output.splitlines())
+    assert lines["retrieval"] == ["4", "1", "4", "4,096", "pairs=matched", fingerprint]
+    assert lines["text"] == ["not", "prepared"]
+
+
+def test_the_longest_line_of_the_list_fits_80_columns(invoke, monkeypatch):
+    cells = ["96,000", "20,000", "20,000", "2,048", "test_size=20000", 16 * "f"]
+    monkeypatch.setattr("schoenbat.cli.data._cells", lambda name, root: cells)
+    monkeypatch.setattr(console, "width", 80)
+    assert [line.split() for line in invoke("list").output.splitlines()].count(["pathfinder", *cells]) == 1
 
 
 def test_the_list_shows_damage(invoke, papers, tmp_path):

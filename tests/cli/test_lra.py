@@ -18,6 +18,7 @@ from schoenbat.data import cache
 from schoenbat.data.arrays import consecutive
 from schoenbat.registry import attention_names, build_attention
 from schoenbat.training.claim import claim, told_who_holds
+from schoenbat.training.interruption import Interrupted
 from schoenbat.training.options import RunOptions
 from schoenbat.training.protocol import Protocol
 from schoenbat.training.record import CHECKPOINT, LOG, RESULT, run_directory
@@ -78,9 +79,41 @@ def test_a_complete_run_is_not_run_again_and_a_begun_one_not_overwritten(data, t
     other = invoke(*arguments, "--resume", "--learning-rate", "1")
     assert other.exit_code == 2
     assert "learning_rate: 0.0001 there, 1.0 here" in " ".join(other.output.replace("│", " ").split())
-    over = invoke(*arguments)
-    assert over.exit_code == 2
-    assert "--resume" in over.output
+    for _ in range(2):
+        over = invoke(*arguments)
+        assert over.exit_code == 2
+        assert "--resume" in over.output
+        # Of a run that is complete the checkpoint may have been cleared away.
+        (run_directory(tmp_path / "runs", "image", "mean", 0) / CHECKPOINT).unlink(missing_ok=True)
+
+
+def test_a_damaged_result_is_refused_with_what_to_do(data, tmp_path):
+    path = run_directory(tmp_path / "runs", "image", "mean", 0) / RESULT
+    path.parent.mkdir(parents=True)
+    path.write_text('{"experiment"')
+    refused = invoke(*command(data, tmp_path, *SMALL, "--resume"))
+    assert refused.exit_code == 2
+    assert "delete it, and the run goes on" in " ".join(refused.output.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("more", "kept"), [([], "continue with --resume"), (["--timing"], "nothing of a timing is kept")]
+)
+def test_a_run_that_is_stopped_says_what_is_kept(data, tmp_path, monkeypatch, more, kept):
+    def stopped(*arguments, **options):
+        raise Interrupted("stopped after step 3", signal.SIGINT)
+
+    monkeypatch.setattr("schoenbat.training.run.train", stopped)
+    result = invoke(*command(data, tmp_path, *SMALL, "--steps", "20", *more))
+    assert result.exit_code == 130
+    assert result.stderr.strip() == f"stopped after step 3; {kept}"
+
+
+def test_a_place_that_cannot_be_written_to_is_named(data, tmp_path):
+    (tmp_path / "runs").touch()
+    refused = invoke(*command(data, tmp_path, *SMALL))
+    assert refused.exit_code == 2
+    assert "is a file; choose a directory" in " ".join(refused.output.replace("│", " ").split())
 
 
 def test_a_directory_belongs_to_one_program(data, tmp_path, monkeypatch):

@@ -1,6 +1,8 @@
 """The command line: help, errors, files, interruption."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from functools import partial
@@ -90,7 +92,7 @@ def test_wrong_options_are_named_without_a_traceback(invoke, tmp_path, arguments
 @pytest.mark.parametrize(
     ("arguments", "name", "num_rows", "shown"),
     [
-        (["error", "--quick", "--kernels", "exp,inv"], "error", 2 * 4 * 2, "exact-low"),
+        (["error", "--quick", "--kernels", "exp,inv, exp"], "error", 2 * 4 * 2, "exact-low"),
         (["speed", "--quick", "--kernels", "inv"], "speed", 2 * 2 * 4, "bwd ms"),
         (["speed", "--quick", "--long"], "speed-long", 2 * 2 * 2, "faster than SDPA"),
         (["speed", "--quick", "--attentions", "softmax,rfa"], "speed-attentions", 2 * 2 * 2, "growth"),
@@ -156,6 +158,21 @@ def test_an_interrupted_demo_keeps_the_parts_that_were_measured(invoke, tmp_path
     assert {path.stem for path in tmp_path.iterdir()} == {"demo-error", "demo-speed"}
 
 
+@pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_demo_that_is_stopped_in_training_says_so_too(invoke, tmp_path, monkeypatch, number, code):
+    train_one = demo.train_one
+
+    def stopped(name, task, options, on_step):
+        return train_one(name, task, options, lambda step: signal.raise_signal(number))
+
+    monkeypatch.setattr(demo, "train_one", stopped)
+    result = invoke("demo")
+    assert result.exit_code == code
+    assert result.stderr == "stopped: parts that came to their end are written, this one is not\n"
+    assert {path.stem for path in tmp_path.iterdir()} == {"demo-error", "demo-speed"}
+
+
 @pytest.mark.parametrize("module", ["typer", "matplotlib"])
 def test_a_missing_extra_is_named(module):
     code = f"import sys; sys.modules[{module!r}] = None; from schoenbat.cli import main; main()"
@@ -163,6 +180,17 @@ def test_a_missing_extra_is_named(module):
     assert result.returncode == 1
     assert f"need {module}; install them with: pip install 'schoenbat[cli]'" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_a_terminal_that_knows_ascii_alone_shows_what_it_can():
+    result = subprocess.run(
+        [sys.executable, "-m", "schoenbat", "error", "--help"],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        check=False,
+    )
+    assert (result.returncode, result.stderr) == (0, b"")
+    assert b"softmax(QK?/" in result.stdout
 
 
 @pytest.mark.parametrize("command", ["error", "speed", "theorems", "demo", "translate"])

@@ -3,10 +3,12 @@
 import base64
 import re
 from html.parser import HTMLParser
+from urllib.parse import unquote
 
 import pytest
 
 from schoenbat.report.html import make_html
+from schoenbat.report.results_page import Files
 
 PAGE = """# Results
 
@@ -77,3 +79,15 @@ def test_markers_and_signs_do_not_show(html):
     assert "<!--" not in html
     assert "Text &amp; more" in html
     assert "<em>2</em>" in html
+
+
+def test_a_folder_may_have_any_name(tmp_path):
+    results = tmp_path / "it's" / "a & b (old)"
+    results.mkdir(parents=True)
+    (results / "error.svg").write_text("<svg/>")
+    files = Files(results, tmp_path)
+    page = "\n\n".join([files.link(results / "error.json"), *files.figure(results / "error.svg", "a < b")])
+    html = make_html(page, tmp_path, tmp_path / "out")
+    (address,) = re.findall('href="([^"]+error.json)"', html)
+    assert (tmp_path / "out" / unquote(address)).resolve() == results / "error.json"
+    assert '<img alt="a &lt; b" src="data:image/svg' in html

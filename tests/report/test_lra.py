@@ -249,6 +249,9 @@ def test_results_are_read_from_files(tmp_path):
 def test_a_directory_without_results_is_explained(tmp_path):
     with pytest.raises(ValueError, match=r"no results under .* train with: schoenbat lra sweep"):
         collect(tmp_path)
+    (tmp_path / "result.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"no results under .*; left out: .*result.json is not the result"):
+        collect(tmp_path)
     with pytest.raises(
         ValueError, match=r"there is no .*nowhere, neither .*; train with: schoenbat lra sweep"
     ):

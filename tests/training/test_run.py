@@ -241,6 +241,23 @@ def test_a_checkpoint_of_other_options_or_data_is_refused(tmp_path):
         train(tiny_task(seed=1), tiny_options(steps=20), tmp_path, resume=True)
 
 
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda state: state.pop("counters"), "KeyError: 'counters'"),
+        (lambda state: state["model"].pop("norm.bias"), r'Classifier: Missing key\(s\) .*"norm.bias"'),
+        (lambda state: state["best"].update(loss=0.5), "TypeError: .*'loss'"),
+    ],
+)
+def test_a_checkpoint_of_another_version_is_refused(tmp_path, spoil, reason):
+    train(tiny_task(), tiny_options("mean", steps=20), tmp_path)
+    state = checkpoint.load(tmp_path / CHECKPOINT)
+    spoil(state)
+    checkpoint.save(tmp_path / CHECKPOINT, state)
+    with pytest.raises(checkpoint.CheckpointError, match=f"does not fit .*{reason}.*; delete it to train"):
+        train(tiny_task(), tiny_options("mean", steps=20), tmp_path, resume=True)
+
+
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_what_is_not_finite_stops_the_run_and_is_named(tmp_path, monkeypatch, where):
     build = Run._set_up

@@ -1,6 +1,8 @@
 """The command ``schoenbat``."""
 
 import importlib.util
+import io
+import sys
 from typing import Annotated
 
 INSTALL = "schoenbat's commands need {}; install them with: pip install 'schoenbat[cli]'"
@@ -53,4 +55,8 @@ def main() -> None:
     ]
     if missing:
         raise SystemExit(INSTALL.format(" and ".join(missing)))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # What a terminal cannot show must not cost what took minutes to measure.
+            stream.reconfigure(errors="replace")
     app()

@@ -74,11 +74,14 @@ def prepare(
 @app.command("list", epilog="Example: schoenbat data list --data lra")
 def list_tasks(data: Data = Path("data")) -> None:
     """Which tasks are prepared, how large they are, and their fingerprints."""
+    from rich import box
     from rich.table import Table
 
     from schoenbat.data import task_names
 
-    table = Table("task", title=f"tasks in {data}")
+    # With a box around every cell 80 columns would be too few for the fingerprints.
+    table = Table("task", title=f"tasks in {data}", title_justify="left", box=box.SIMPLE_HEAD, padding=0)
+    table.show_edge = False
     for column in ("train", "validation", "test", "length"):
         table.add_column(column, justify="right")
     table.add_column("options")

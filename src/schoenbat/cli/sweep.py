@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.markup import escape
 from rich.progress import Progress, TaskID
 
 from schoenbat.cli.terminal import console, explained, place_for_files, print_files, progress_bar, split_names
@@ -171,7 +170,7 @@ def table(
     console.print()
     console.print(cost_table(collected))
     for note in collected.notes:
-        console.print(f"• {escape(note)}", highlight=False)
+        console.print(f"• {note}", highlight=False)
     files = [out / "lra-table.md", out / "lra-table.json"]
     options = {"runs": str(runs), "timed_on": collected.timed_on, "notes": collected.notes}
     with explained():
@@ -220,12 +219,12 @@ class _View:
         match event:
             case Started(cell, resumed):
                 total = None if cell.timing else self.options.steps(cell.task)
-                self.bars[cell] = self.progress.add_task(escape(str(cell)), total=total)
+                self.bars[cell] = self.progress.add_task(str(cell), total=total)
                 self._say(f"{'continued' if resumed else 'started'}: {cell}")
             case Progressed(cell, step, loss, validation):
                 known = {"loss": loss, "validation": validation}
                 words = [f"{name} {value:.3f}" for name, value in known.items() if value is not None]
-                description = escape(" ".join([str(cell), *words]))
+                description = " ".join([str(cell), *words])
                 self.progress.update(self.bars[cell], completed=step or 0, description=description)
             case Finished(cell, seconds):
                 self._end(cell, f"finished: {cell} in {seconds:.0f} s")
@@ -248,7 +247,7 @@ class _View:
             self._say(line)
 
     def _say(self, line: str) -> None:
-        console.print(escape(line), highlight=False, soft_wrap=True)
+        console.print(line, highlight=False, soft_wrap=True)
 
 
 @contextmanager

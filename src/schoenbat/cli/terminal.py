@@ -10,7 +10,10 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-console = Console()
+from schoenbat.training.interruption import Interrupted
+
+# Paths and notes may hold what would be markup, [copy], or an emoji, :x:.
+console = Console(markup=False, emoji=False)
 if not console.is_terminal:
     console.width = 100
 # What a scheduler and a sweep tell these endings from others by.
@@ -31,7 +34,7 @@ def advance(progress: Progress, task: TaskID, step: int) -> None:
 
 def progress_bar() -> Progress:
     return Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
@@ -57,7 +60,8 @@ def print_files(files: list[Path]) -> None:
 
 
 def split_names(text: str | None) -> tuple[str, ...] | None:
-    return None if text is None else tuple(name.strip() for name in text.split(","))
+    """The names in a list with commas, each of them once."""
+    return None if text is None else tuple(dict.fromkeys(name.strip() for name in text.split(",")))
 
 
 def given(**options: object) -> dict[str, Any]:
@@ -84,12 +88,18 @@ def place_for_files(path: Path) -> Path:
 
 @contextmanager
 def stoppable(kept: str = "nothing was written") -> Iterator[None]:
-    """For commands, which Ctrl-C ends with the exit code 130: they say what is kept."""
+    """For commands, which Ctrl-C ends with the exit code 130: they say what is kept.
+
+    A training run inside of them notes signals itself: SIGTERM ends it with 143.
+    """
     try:
         yield
     except KeyboardInterrupt:
         typer.echo(f"stopped: {kept}", err=True)
         raise
+    except Interrupted as stopped:
+        typer.echo(f"stopped: {kept}", err=True)
+        raise typer.Exit(128 + stopped.number) from None
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from schoenbat.cli.terminal import (
     console,
     explained,
     given,
+    place_for_files,
     print_files,
 )
 from schoenbat.experiments.groups import TASKS
@@ -68,7 +69,9 @@ def train(
     ],
     seed: Annotated[int, typer.Option(help="Of weights, feature maps, batches and dropout.")] = 0,
     data: Annotated[Path, typer.Option(help="Where `schoenbat data prepare` put the data.")] = Path("data"),
-    out: Annotated[Path, typer.Option(help="Directory of all runs; each has its own inside.")] = Path("runs"),
+    out: Annotated[
+        Path, typer.Option(help="Directory of all runs; each has its own inside.", callback=place_for_files)
+    ] = Path("runs"),
     resume: Annotated[bool, typer.Option("--resume", help="Continue a run that was interrupted.")] = False,
     timing: Annotated[bool, typer.Option("--timing", help="Only time 200 steps.")] = False,
     shared_device: Annotated[
@@ -173,7 +176,10 @@ def _refuse_other_result(path: Path, options: "RunOptions", data: Path) -> None:
     from schoenbat.data.errors import DataError
     from schoenbat.training.checkpoint import refuse_other_options
 
-    result = read_result(path)
+    try:
+        result = read_result(path)
+    except ValueError as error:
+        raise ValueError(f"{error}; delete it, and the run goes on from its checkpoint") from error
     saved, wanted = dict(result.options), json.loads(json.dumps(options.identity))
     with suppress(DataError):  # without the data the result is still what it is
         saved["data"], wanted["data"] = result.record.data, read_manifest(data / options.task).fingerprint
@@ -195,7 +201,8 @@ def _load(options: "RunOptions", data: Path, directory: Path, *, resume: bool) -
         raise ValueError("there is no GPU that PyTorch can use; leave --accelerator out, or set it to cpu")
     share_of_batch(options.protocol.batch_size, num_processes(options.devices))
     build_attention(options.attention, head_dim=32, num_heads=2, max_length=64)
-    if find_checkpoint(directory) is not None and not resume and not options.timing:
+    begun = find_checkpoint(directory) is not None or (directory / RESULT).exists()
+    if begun and not resume and not options.timing:
         raise ValueError(
             f"{directory} holds a run that was begun before; continue it with --resume, choose another "
             "--out, or delete that directory"
@@ -230,7 +237,8 @@ def _train(options: "RunOptions", task: "Task", directory: Path, *, resume: bool
         except Interrupted as stopped:
             bar.stop()
             if is_first():
-                typer.echo(f"{stopped}; continue with --resume", err=True)
+                kept = "nothing of a timing is kept" if options.timing else "continue with --resume"
+                typer.echo(f"{stopped}; {kept}", err=True)
             raise typer.Exit(exit_code(128 + stopped.number)) from None
         except LostProcessError as error:
             bar.stop()

@@ -3,10 +3,10 @@
 import base64
 import os
 import re
-from html import escape
+from html import escape, unescape
 from importlib import resources
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 MARKER = re.compile(r"^<!-- .* -->$", re.MULTILINE)
 IMAGE = re.compile(r'<p><img alt="([^"]*)" src="([^"]+)" /></p>')
@@ -49,7 +49,7 @@ def make_html(page: str, home: Path, place: Path) -> str:
     extensions = ["tables", "fenced_code", "toc"]
     converter = markdown.Markdown(extensions=extensions, extension_configs={"toc": {"toc_depth": "2-2"}})
     body = converter.convert(MARKER.sub("", page))
-    body = IMAGE.sub(lambda match: _plot(home / match[2], match[1]), body)
+    body = IMAGE.sub(lambda match: _plot(home / unquote(unescape(match[2])), match[1]), body)
     body = LINK.sub(lambda match: _moved(match[1], home, place), body)
     body = body.replace("<table>", '<div class="wide" tabindex="0">\n<table>').replace(
         "</table>", "</table>\n</div>"
@@ -65,16 +65,18 @@ def make_html(page: str, home: Path, place: Path) -> str:
 
 
 def _plot(path: Path, what: str) -> str:
-    """An image inside of the page, where its names cannot meet those of others."""
+    """An image inside of the page, where its names cannot meet those of others; ``what`` is HTML already."""
     drawn = base64.b64encode(path.read_bytes()).decode()
-    image = f'<img alt="{escape(what)}" src="data:image/svg+xml;base64,{drawn}">'
+    image = f'<img alt="{what}" src="data:image/svg+xml;base64,{drawn}">'
     return f'<figure class="plot" tabindex="0">{image}</figure>'
 
 
 def _moved(target: str, home: Path, place: Path) -> str:
-    if urlsplit(target).scheme:
+    parts = urlsplit(unescape(target))
+    if parts.scheme:
         return target
-    return Path(os.path.relpath(home / target, place)).as_posix()
+    path = Path(os.path.relpath(home / unquote(parts.path), place)).as_posix()
+    return escape(urlunsplit(parts._replace(path=quote(path))))
 
 
 def _source(name: str) -> str:

@@ -91,7 +91,10 @@ def collect(path: Path) -> LraTable:
     """The table of every run under a directory, or in a file that `gather` wrote."""
     runs, notes = read_runs(path)
     if not runs:
-        raise ValueError(f"no results under {str(path)!r}; train with: schoenbat lra sweep --out {path}")
+        reasons = "".join(f"; {note}" for note in notes)
+        raise ValueError(
+            f"no results under {str(path)!r}{reasons}; train with: schoenbat lra sweep --out {path}"
+        )
     return tabulate(runs, notes)
 
 

@@ -4,7 +4,6 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 
@@ -63,7 +62,7 @@ def _add_section(table: Table, lines: Sequence[tuple[LraRow, Sequence[str]]]) ->
         table.add_row(lines[0][0].task, style="bold")
     for row, cells in lines:
         # A long name breaks between its options.
-        name = escape(re.sub(r",(?! )", ", ", label_of(row.attention)))
+        name = re.sub(r",(?! )", ", ", label_of(row.attention))
         table.add_row(Padding(name, (0, 0, 0, 2)), *cells)
 
 

@@ -8,12 +8,14 @@ function figureOf(row, column) {
 }
 
 function sortBy(table, column, heading) {
-  const ascending = heading.getAttribute("aria-sort") === "descending";
   const rows = Array.from(table.tBodies[0].rows);
   const numeric = rows.some((row) => figureOf(row, column) !== null);
+  // Figures begin with the largest, words with A.
+  const before = heading.getAttribute("aria-sort");
+  const ascending = numeric ? before === "descending" : before !== "ascending";
   const sign = ascending ? 1 : -1;
   rows.sort((one, two) => {
-    if (!numeric) return -sign * one.cells[column].textContent.localeCompare(two.cells[column].textContent);
+    if (!numeric) return sign * one.cells[column].textContent.localeCompare(two.cells[column].textContent);
     const [a, b] = [figureOf(one, column), figureOf(two, column)];
     if (a === null || b === null) return (a === null) - (b === null);
     return sign * (a - b);

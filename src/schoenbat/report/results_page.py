@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from schoenbat.experiments.error import ErrorRow
 from schoenbat.experiments.groups import GROUPS
@@ -43,14 +44,16 @@ class Files:
         >>> Files(Path("a/results"), Path("a")).link(Path("a/results/error.json"))
         '[results/error.json](results/error.json)'
         """
-        relative = Path(os.path.relpath(path, self.home)).as_posix()
-        return f"[{relative}]({relative})"
+        relative = self._relative(path)
+        return f"[{relative}]({quote(relative)})"
 
     def figure(self, path: Path, what: str) -> Iterator[str]:
         """The plot beside a result file, where there is one."""
         if path.with_suffix(".svg").exists():
-            relative = os.path.relpath(path.with_suffix(".svg"), self.home)
-            yield f"![{what}]({Path(relative).as_posix()})"
+            yield f"![{what}]({quote(self._relative(path.with_suffix('.svg')))})"
+
+    def _relative(self, path: Path) -> str:
+        return Path(os.path.relpath(path, self.home)).as_posix()
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,15 @@ def unreadable(path: Path, error: BaseException) -> CheckpointError:
     )
 
 
+def unfitting(path: Path, error: BaseException) -> CheckpointError:
+    """What to say of a checkpoint that is whole, but of other parts than this version writes."""
+    reason = " ".join(line.strip() for line in str(error).splitlines()[:2])
+    return CheckpointError(
+        f"checkpoint {path} does not fit this version of schoenbat ({type(error).__name__}: {reason}); "
+        "delete it to train from the beginning"
+    )
+
+
 def _reason(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
 

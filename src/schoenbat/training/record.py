@@ -151,11 +151,16 @@ def revision() -> str | None:
         return told
     here = Path(__file__).parents[1]
     try:
-        revision, changes = (
+        # An installed package may lie inside of somebody else's repository.
+        _, revision, changes = (
             subprocess.run(  # nosec B603 B607 - constant words; git is where the user's PATH has it
                 ["git", *words], cwd=here, capture_output=True, text=True, check=True
             ).stdout
-            for words in (["rev-parse", "HEAD"], ["status", "--porcelain", "--", "."])
+            for words in (
+                ["ls-files", "--error-unmatch", "__init__.py"],
+                ["rev-parse", "HEAD"],
+                ["status", "--porcelain", "--", "."],
+            )
         )
     except (OSError, subprocess.CalledProcessError):
         return None

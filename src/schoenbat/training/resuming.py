@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from schoenbat.training import checkpoint, shards
-from schoenbat.training.processes import is_sharded, spread
+from schoenbat.training.processes import is_lost_connection, is_sharded, spread
 from schoenbat.training.record import CHECKPOINT, Accuracy
 
 if TYPE_CHECKING:
@@ -49,6 +49,15 @@ def restore(run: "Run", path: Path) -> None:
     except (KeyError, TypeError) as error:
         raise checkpoint.unreadable(path, error) from error
     checkpoint.refuse_other_options(path, {name: saved.get(name) for name in wanted}, wanted)
+    try:
+        _restore(run, path, state)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        if isinstance(error, checkpoint.CheckpointError) or is_lost_connection(error):
+            raise
+        raise checkpoint.unfitting(path, error) from error
+
+
+def _restore(run: "Run", path: Path, state: dict[str, Any]) -> None:
     _restore_tensors(run, path, state)
     run.step = state["step"]
     run.training_step.restore(state["counters"])
