@@ -199,6 +199,22 @@ def test_function_transforms(transform, is_causal):
         torch.testing.assert_close(torch.vmap(call)(many), torch.stack([call(q) for q in many]))
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_function_transforms_where_autograd_is_off(is_causal):
+    """What is written with out= there has no batched and no forward-mode form."""
+    features = make_map("exact-low")
+    query, key, value = batch()
+    many, tangent = torch.stack([query, query.flip(-2)]), rows(*query.shape, seed=11)
+
+    def call(q):
+        return rmfa(q, key, value, features, is_causal=is_causal)
+
+    expected = torch.stack([call(q) for q in many]), torch.func.jvp(call, (query,), (tangent,))[1]
+    with torch.no_grad():
+        torch.testing.assert_close(torch.vmap(call)(many), expected[0])
+        torch.testing.assert_close(torch.func.jvp(call, (query,), (tangent,))[1], expected[1])
+
+
 def test_forward_mode_is_not_silently_zero():
     features = make_map("exact-low")
     query, key, value = batch()
