@@ -166,6 +166,15 @@ def test_a_second_derivative_raises():
         grad.sum().backward()
 
 
+def test_the_first_causal_row_is_its_value_however_low_its_floor():
+    """In float32 the floor may be a millionth of what the features give."""
+    features = MaclaurinFeatures(8, 32, construction="unbiased", scale=8.0, seed=0)
+    query, value = rows(50, 2, 70, 8).float(), rows(50, 2, 70, 8, seed=1).float()
+    query = torch.nn.functional.normalize(query, dim=-1)
+    out = rmfa(query, -query, value, features, is_causal=True)
+    torch.testing.assert_close(out[:, :, 0], value[:, :, 0])
+
+
 def test_large_mean_value_costs_no_precision():
     """The sums are centred, so a constant added to the values comes out as it went in."""
     features = make_map("exact-low", dtype=torch.float32)
