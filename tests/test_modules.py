@@ -822,6 +822,18 @@ def test_calibration_brings_a_module_closer_to_softmax(options):
         torch.testing.assert_close(module.scale, torch.full((HEADS,), 4.0))
 
 
+def test_an_always_causal_module_is_calibrated_for_causal_attention():
+    q, k, v = (torch.randn(2, HEADS, 60, WIDTH) for _ in range(3))
+    scales = []
+    for is_causal in (False, True):
+        options = {"reading": "code", "scale": "learned", "construction": "exact-low", "seed": 0}
+        module = SchoenbAt.paper(WIDTH, HEADS, 16, **options)
+        module.calibrate(q, k, v, is_causal=is_causal, target_scale=4.0)
+        scales.append(module.scale)
+    assert (scales[0] < 3.9).any()
+    assert torch.equal(*scales)
+
+
 def test_calibration_looks_at_real_keys_only_and_at_shared_heads():
     module = make(
         construction="exact-low", center_keys="learned", num_key_heads=2, normalization=None, scale=0.3

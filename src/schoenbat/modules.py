@@ -412,7 +412,7 @@ class SchoenbAt(WithProcessGroup):
             ([3.0], torch.Size([4]))
         """
         self._check(query, key, value)
-        check_flag("is_causal", is_causal)
+        is_causal = check_flag("is_causal", is_causal) or self.always_causal
         if target_scale is not None:
             calibration.check_target(self, target_scale)
         elif self.key_center is None and self.features.construction != "exact-low":

@@ -166,6 +166,15 @@ def test_a_second_derivative_raises():
         grad.sum().backward()
 
 
+def test_the_first_causal_row_is_its_value_however_low_its_floor():
+    """In float32 the floor may be a millionth of what the features give."""
+    features = MaclaurinFeatures(8, 32, construction="unbiased", scale=8.0, seed=0)
+    query, value = rows(50, 2, 70, 8).float(), rows(50, 2, 70, 8, seed=1).float()
+    query = torch.nn.functional.normalize(query, dim=-1)
+    out = rmfa(query, -query, value, features, is_causal=True)
+    torch.testing.assert_close(out[:, :, 0], value[:, :, 0])
+
+
 def test_large_mean_value_costs_no_precision():
     """The sums are centred, so a constant added to the values comes out as it went in."""
     features = make_map("exact-low", dtype=torch.float32)
@@ -197,6 +206,22 @@ def test_function_transforms(transform, is_causal):
     else:
         many = torch.stack([query, query.flip(-2)])
         torch.testing.assert_close(torch.vmap(call)(many), torch.stack([call(q) for q in many]))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_function_transforms_where_autograd_is_off(is_causal):
+    """What is written with out= there has no batched and no forward-mode form."""
+    features = make_map("exact-low")
+    query, key, value = batch()
+    many, tangent = torch.stack([query, query.flip(-2)]), rows(*query.shape, seed=11)
+
+    def call(q):
+        return rmfa(q, key, value, features, is_causal=is_causal)
+
+    expected = torch.stack([call(q) for q in many]), torch.func.jvp(call, (query,), (tangent,))[1]
+    with torch.no_grad():
+        torch.testing.assert_close(torch.vmap(call)(many), expected[0])
+        torch.testing.assert_close(torch.func.jvp(call, (query,), (tangent,))[1], expected[1])
 
 
 def test_forward_mode_is_not_silently_zero():

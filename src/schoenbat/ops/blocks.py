@@ -17,6 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from schoenbat.ops.keeping import is_transformed
+
 Monomials = tuple[Tensor, ...]
 
 
@@ -202,12 +204,17 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """``total + a @ b``; in place where no derivative is being taken."""
-    if b.shape[-1] == 1 or torch.is_grad_enabled():
+    """``total + a @ b``; in place where that may be."""
+    if b.shape[-1] == 1 or not _may_write():
         return total + product(a, b)
     b = b.expand(*a.shape[:-2], -1, -1)
     total.view(math.prod(total.shape[:-2]), *total.shape[-2:]).baddbmm_(a.flatten(0, -3), b.flatten(0, -3))
     return total
+
+
+def _may_write() -> bool:
+    """Whether results may be written into memory that is there: neither autograd nor a transform looks on."""
+    return not (torch.is_grad_enabled() or is_transformed())
 
 
 def sum_over_heads(parameter: Tensor, per_head: Tensor) -> Tensor:
@@ -224,7 +231,7 @@ def _pair_products(y: Tensor, count: int) -> Tensor:
     """``y_i y_j`` for j ≤ i, the first so many of them, as products of one row with the rows up to it."""
     widths = _pair_widths(count)
     factors = [(y[..., i, None, :], y[..., :width, :]) for i, width in widths]
-    if torch.is_grad_enabled():
+    if not _may_write():
         return torch.cat([left * right for left, right in factors], dim=-2)
     products = y.new_empty(*y.shape[:-2], count, y.shape[-1])
     rows = products.split([width for _, width in widths], dim=-2)

@@ -88,7 +88,7 @@ def scan(inputs: Inputs, sums: Sums) -> tuple[Tensor, Sums]:
         parts, seen = _cut(inputs, span, seen)
         chunk = _chunk(parts, evaluator)
         before, sums = _accumulate(sums, _own_sums(chunk))
-        out = _output(_look_back(chunk, before, inputs.coefficients), chunk.seen)
+        out = _output(_look_back(chunk, before, inputs.coefficients))
         rows.append(_joined(out.to(inputs.query.dtype), span, len(inputs.query)))
     return torch.cat(rows, dim=-2), sums
 
@@ -138,7 +138,7 @@ def _query_pass(
         floored = found.guarded.floored
         grad = _chunks(grad_out, span).to(floored.dtype) / floored
         along_mean = (grad * found.value_mean).sum(-1, keepdim=True)
-        grad_floored = along_mean - (grad * _output(found, chunk.seen)).sum(-1, keepdim=True)
+        grad_floored = along_mean - (grad * _output(found)).sum(-1, keepdim=True)
         grad_total, grad_mean_logit, more = guard_backward(
             grad_floored, found.guarded, found.mean_logit, chunk.seen, inputs.coefficients, evaluator.train
         )
@@ -278,8 +278,13 @@ def _look_back(chunk: Chunk, sums: Sums, coefficients: Tensor) -> Rows:
     return Rows(numerator, denominator, key_mean, value_mean, mean_logit, guarded, constant)
 
 
-def _output(found: Rows, seen: Tensor) -> Tensor:
-    return (found.numerator + found.constant * seen * found.value_mean) / found.guarded.floored
+def _output(found: Rows) -> Tensor:
+    """The mean value and how the row differs from it, which with a single key is 0, whatever the floor.
+
+    Not `torch.addcmul`, whose product is not rounded as that in the numerator was.
+    """
+    beside = found.numerator - found.denominator * found.value_mean
+    return torch.addcdiv(found.value_mean, beside, found.guarded.floored)
 
 
 def _own_sums(chunk: Chunk) -> Sums:
