@@ -119,6 +119,13 @@ def test_tables_are_those_of_the_results():
         assert figures.fill(page, shown) == page, f"docs/{name}.md is behind the results: run make docs"
 
 
+def test_what_python_lists_of_the_package_is_there_for_users():
+    listed = dir(schoenbat)
+    assert set(schoenbat.__all__) < set(listed)
+    assert not {"Any", "import_module", "modules"} & set(listed)
+    assert all(getattr(schoenbat, name) is not None for name in listed)
+
+
 def test_every_public_name_is_in_the_reference():
     from schoenbat.integrations import huggingface
 

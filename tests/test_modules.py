@@ -1086,3 +1086,13 @@ def test_rows_of_another_width_are_refused(options, width):
     rows = torch.randn(2, HEADS, 5, width)
     with pytest.raises(ValueError, match=f"made for head_dim = {WIDTH}, query and key have {width}"):
         module(rows, rows, value)
+
+
+@pytest.mark.parametrize(
+    ("shape", "advice"),
+    [((2, 9, 4, 8), r"transpose\(-3, -2\)"), ((2, 9, 32), "MultiheadSchoenbAt"), ((2, 3, 9, 8), r"9, 8\)$")],
+)
+def test_a_layout_that_is_somebody_else_s_is_recognised(shape, advice):
+    x = torch.randn(shape)
+    with pytest.raises(ValueError, match=advice):
+        SchoenbAt(8, 4)(x, x, x)

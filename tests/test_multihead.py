@@ -502,6 +502,12 @@ def test_a_mask_of_the_wrong_size_is_an_error(shape, is_causal):
         module(x, x, x, attn_mask=mask, is_causal=is_causal)
 
 
+def test_a_batch_that_comes_first_without_being_told_is_named():
+    x = torch.randn(2, 7, 16)
+    with pytest.raises(ValueError, match=r"got \(7, 7\); a batch is \(n, B, E\), unless .* batch_first=True"):
+        MultiheadSchoenbAt(16, 4)(x, x, x, attn_mask=causal_mask(7))
+
+
 @pytest.mark.parametrize("name", ["key_padding_mask", "attn_mask"])
 @pytest.mark.parametrize("wrong", ["no", torch.zeros(BATCH, LENGTH, dtype=torch.int64)])
 def test_masks_are_of_bool_or_float(name, wrong):

@@ -50,3 +50,8 @@ def __getattr__(name: str) -> Any:
     if name in ("attention_names", "build_attention"):
         return getattr(import_module("schoenbat.registry"), name)
     raise AttributeError(f"module 'schoenbat' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """What is there for users, also what is not loaded yet."""
+    return sorted([*__all__, "__version__", "integrations", "parallel"])

@@ -237,7 +237,10 @@ def step(
         )
     state._check(inputs.key, inputs.value, features)
     if query.shape[-2] != key.shape[-2]:
-        raise ValueError(f"a step takes one query for each key, got {query.shape[-2]} and {key.shape[-2]}")
+        raise ValueError(
+            f"a step takes one query for each key, got {query.shape[-2]} and {key.shape[-2]}; for keys of "
+            "another sequence there are RMFAState.update and read"
+        )
     dtype = inputs.query.dtype
     state, (q, k, v) = state._at_one_precision(*inputs[:3], implementation=implementation)
     inputs = inputs._replace(query=q, key=k, value=v)

@@ -499,11 +499,21 @@ class SchoenbAt(WithProcessGroup):
             check_group(self.process_group)
             check_sharded(self.window, self.center_keys, normalization)
 
+    def _layout_hint(self, query: Tensor) -> str:
+        """For what is not `SchoenbAt`'s layout, but somebody's."""
+        heads, width = self.num_heads, self.features.head_dim
+        if query.shape[-2:] == (heads, width):
+            return "; heads come before positions: pass query.transpose(-3, -2), keys and values likewise"
+        if query.shape[-1] == heads * width:
+            return "; divide rows into heads first, or take MultiheadSchoenbAt, which does"
+        return ""
+
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         check_tensors(query=query, key=key, value=value)
         if query.dim() < 3 or query.shape[-3] != self.num_heads:
             raise ValueError(
                 f"expected query (B, {self.num_heads}, n, {self.features.head_dim}), got {tuple(query.shape)}"
+                f"{self._layout_hint(query)}"
             )
         width, *widths = self.features.head_dim, query.shape[-1], key.shape[-1]
         if widths != [width, width]:

@@ -152,7 +152,8 @@ class MultiheadSchoenbAt(nn.MultiheadAttention):
         elif not self.batch_first:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
         if attn_mask is not None:
-            _check_size(attn_mask, query.shape[0] * self.num_heads, query.shape[1], key.shape[1])
+            maps = query.shape[0] * self.num_heads
+            _check_size(attn_mask, maps, query.shape[1], key.shape[1], self.batch_first)
         causal = _is_causal(attn_mask, is_causal)
         q, k, v = self._project(query, key, value)
         key_mask = _key_mask(key_padding_mask, key.shape[:2])
@@ -357,10 +358,13 @@ def _is_of_zero_and_minus_infinity(mask: Tensor) -> bool:
     return bool((mask.isneginf() | (mask == 0)).all())
 
 
-def _check_size(attn_mask: Tensor, maps: int, queries: int, keys: int) -> None:
+def _check_size(attn_mask: Tensor, maps: int, queries: int, keys: int, batch_first: bool) -> None:
     for_all, for_each = (queries, keys), (maps, queries, keys)
+    advice = "" if batch_first else "; a batch is (n, B, E), unless the layer is made with batch_first=True"
     if attn_mask.shape != for_all and attn_mask.shape != for_each:
-        raise ValueError(f"attn_mask must have shape {for_all} or {for_each}, got {tuple(attn_mask.shape)}")
+        raise ValueError(
+            f"attn_mask must have shape {for_all} or {for_each}, got {tuple(attn_mask.shape)}{advice}"
+        )
 
 
 def _is_causal(attn_mask: Tensor | None, hint: bool) -> bool:

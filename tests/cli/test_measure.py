@@ -178,7 +178,7 @@ def test_a_missing_extra_is_named(module):
     code = f"import sys; sys.modules[{module!r}] = None; from schoenbat.cli import main; main()"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 1
-    assert f"need {module}; install them with: pip install 'schoenbat[cli]'" in result.stderr
+    assert f"need {module}; install them with: pip install '.[cli]' in a checkout" in result.stderr
     assert "Traceback" not in result.stderr
 
 

@@ -216,7 +216,7 @@ def test_without_pyarrow_the_install_command_is_shown(review_parquet, monkeypatc
 def test_without_numpy_the_install_command_is_shown():
     code = "import sys; sys.modules['numpy'] = None; import schoenbat; schoenbat.data"
     result = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
-    assert "needs numpy; install it with: pip install 'schoenbat[cli]'" in result.stderr
+    assert "needs numpy; install it with: pip install '.[cli]' in a checkout" in result.stderr
 
 
 def test_a_source_that_changes_does_not_change_what_was_prepared(review_parquet, tmp_path, make):

@@ -5,13 +5,14 @@ import io
 import sys
 from typing import Annotated
 
-INSTALL = "schoenbat's commands need {}; install them with: pip install 'schoenbat[cli]'"
+INSTALL = "schoenbat's commands need {}; install them with: pip install '.[cli]' in a checkout"
 
 try:
     import typer
 
     import schoenbat
     from schoenbat.cli import data, lra, measure, report, theorems, translate
+    from schoenbat.cli.terminal import OF_THE_PAPER
 except ModuleNotFoundError as missing:
     raise SystemExit(INSTALL.format(missing.name)) from None
 
@@ -42,8 +43,8 @@ def _options(
 
 app.add_typer(measure.app)
 app.add_typer(theorems.app)
-app.add_typer(data.app, name="data")
-app.add_typer(lra.app, name="lra")
+app.add_typer(data.app, name="data", rich_help_panel=OF_THE_PAPER)
+app.add_typer(lra.app, name="lra", rich_help_panel=OF_THE_PAPER)
 app.add_typer(translate.app)
 app.add_typer(report.app)
 

@@ -44,9 +44,11 @@ def prepare(
     workers: Annotated[
         int | None, typer.Option(min=1, help="Processes that generate ListOps or Pathfinder. Default: all.")
     ] = None,
-    test_size: Annotated[int | None, typer.Option(min=1, help="Of ListOps. Default: 2000.")] = None,
+    test_size: Annotated[
+        int | None, typer.Option(min=1, help="How many test expressions of ListOps. Default: 2000.")
+    ] = None,
     pairs: Annotated[
-        str | None, typer.Option(help="Of Retrieval: matched, uniform or lra. Default: matched.")
+        str | None, typer.Option(help="Which pairs of Retrieval: matched, uniform or lra. Default: matched.")
     ] = None,
 ) -> None:
     """Generate or read a task, and keep it for training.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from schoenbat.cli.terminal import (
+    ON_THIS_MACHINE,
     advance,
     console,
     explained,
@@ -28,10 +29,14 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 
-Quick = Annotated[bool, typer.Option("--quick", help="A corner of the experiment that takes seconds.")]
+Quick = Annotated[
+    bool, typer.Option("--quick", help="A small part of the experiment, in less than a minute.")
+]
 Out = Annotated[Path, typer.Option(help="Directory for the JSON and SVG files.", callback=place_for_files)]
-Seed = Annotated[int, typer.Option(help="What inputs and feature maps are drawn from.")]
-Kernels = Annotated[str | None, typer.Option(help="Kernels, separated by commas.")]
+Seed = Annotated[int, typer.Option(help="Seed of inputs and feature maps.")]
+Kernels = Annotated[
+    str | None, typer.Option(help="Of exp, inv, logi, trigh, sqrt, separated by commas. Default: all.")
+]
 
 Attentions = Annotated[
     list[str] | None,
@@ -42,16 +47,40 @@ Attentions = Annotated[
 ]
 
 
+@app.command(rich_help_panel=ON_THIS_MACHINE, epilog="Example: schoenbat demo --seed 1 --out demo")
+@stoppable("parts that came to their end are written, this one is not")
+def demo(seed: Seed = 0, out: Out = Path("out")) -> None:
+    """Error, speed, and a classifier trained with softmax and with SchoenbAt, in some minutes."""
+    from schoenbat.experiments.demo import DemoOptions
+    from schoenbat.experiments.error import ErrorOptions
+    from schoenbat.experiments.speed import SpeedOptions
+    from schoenbat.report.tables import demo_summary
+
+    error_options = ErrorOptions.quick(
+        kernels=("exp",), head_dims=(32, 64), num_features=(32, 64, 128), seed=seed
+    )
+    errors, error_files = _measure_error(error_options, out / "demo-error")
+    speeds, speed_files = _measure_speed(SpeedOptions.long(longest=4096, seed=seed), out / "demo-speed")
+    trained, training_files = _train(DemoOptions(seed=seed), out / "demo-training")
+    console.rule("Summary")
+    for line in demo_summary(errors, speeds, trained):
+        console.print(f"• {line}", highlight=False)
+    print_files([*error_files, *speed_files, *training_files])
+
+
 @app.command(
+    rich_help_panel=ON_THIS_MACHINE,
     epilog="Example: schoenbat error --quick --kernels exp,inv\n\n"
-    "Example: schoenbat error --attentions all --attentions schoenbat:construction=exact-low"
+    "Example: schoenbat error --attentions all --attentions schoenbat:construction=exact-low",
 )
 @stoppable()
 def error(
     quick: Quick = False,
     kernels: Kernels = None,
     attentions: Attentions = None,
-    repetitions: Annotated[int | None, typer.Option(min=2, help="Inputs and maps a cell.")] = None,
+    repetitions: Annotated[
+        int | None, typer.Option(min=2, help="How many inputs and maps are averaged in each cell.")
+    ] = None,
     seed: Seed = 0,
     out: Out = Path("out"),
 ) -> None:
@@ -82,19 +111,23 @@ def error(
 
 
 @app.command(
+    rich_help_panel=ON_THIS_MACHINE,
     epilog="Example: schoenbat speed --long --device cuda\n\n"
-    "Example: schoenbat speed --quick --attentions all"
+    "Example: schoenbat speed --quick --attentions all",
 )
 @stoppable()
 def speed(
     quick: Quick = False,
     long: Annotated[
-        bool, typer.Option("--long", help="Up to 131,072 tokens, for the crossover with SDPA.")
+        bool,
+        typer.Option(
+            "--long", help="Up to 131,072 tokens, for the crossover with SDPA; some minutes on a CPU."
+        ),
     ] = False,
     kernels: Kernels = None,
     attentions: Attentions = None,
     budget: Annotated[
-        float | None, typer.Option(min=0, help="Leave out what is expected to take more seconds a call.")
+        float | None, typer.Option(min=0, help="Skip what would take longer than this many seconds per call.")
     ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
     seed: Seed = 0,
@@ -127,27 +160,6 @@ def speed(
         else:
             options = (SpeedOptions.quick if quick else SpeedOptions)(**chosen)
     print_files(_measure_speed(options, out / ("speed-long" if long else "speed"))[1])
-
-
-@app.command(epilog="Example: schoenbat demo --seed 1 --out demo")
-@stoppable("parts that came to their end are written, this one is not")
-def demo(seed: Seed = 0, out: Out = Path("out")) -> None:
-    """Error, speed, and a classifier trained with softmax and with SchoenbAt: two to three minutes."""
-    from schoenbat.experiments.demo import DemoOptions
-    from schoenbat.experiments.error import ErrorOptions
-    from schoenbat.experiments.speed import SpeedOptions
-    from schoenbat.report.tables import demo_summary
-
-    error_options = ErrorOptions.quick(
-        kernels=("exp",), head_dims=(32, 64), num_features=(32, 64, 128), seed=seed
-    )
-    errors, error_files = _measure_error(error_options, out / "demo-error")
-    speeds, speed_files = _measure_speed(SpeedOptions.long(longest=4096, seed=seed), out / "demo-speed")
-    trained, training_files = _train(DemoOptions(seed=seed), out / "demo-training")
-    console.rule("Summary")
-    for line in demo_summary(errors, speeds, trained):
-        console.print(f"• {line}", highlight=False)
-    print_files([*error_files, *speed_files, *training_files])
 
 
 def _measure_error(options: "ErrorOptions", path: Path) -> "tuple[list[ErrorRow], list[Path]]":

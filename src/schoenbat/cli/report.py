@@ -5,14 +5,15 @@ from typing import Annotated
 
 import typer
 
-from schoenbat.cli.terminal import explained, print_files
+from schoenbat.cli.terminal import OF_THE_PAPER, explained, print_files
 
 app = typer.Typer()
 
 
 @app.command(
+    rich_help_panel=OF_THE_PAPER,
     epilog="Example: schoenbat report\n\n"
-    "Example: schoenbat report --results out --out out/RESULTS.md --html out/results.html"
+    "Example: schoenbat report --results out --out out/RESULTS.md --html out/results.html",
 )
 def report(
     results: Annotated[Path, typer.Option(help="Directory of the result files.")] = Path("results"),

@@ -16,6 +16,8 @@ from schoenbat.training.interruption import Interrupted
 console = Console(markup=False, emoji=False)
 if not console.is_terminal:
     console.width = 100
+# How `schoenbat --help` sorts its commands.
+ON_THIS_MACHINE, OF_THE_PAPER = "On this machine", "The paper's experiments"
 # What a scheduler and a sweep tell these endings from others by.
 EXIT_USAGE = 2
 EXIT_NOT_FINITE = 3

@@ -5,12 +5,12 @@ from pathlib import Path
 import typer
 
 from schoenbat.cli.measure import Out, Quick, Seed
-from schoenbat.cli.terminal import console, explained, print_files, stoppable, track, write
+from schoenbat.cli.terminal import OF_THE_PAPER, console, explained, print_files, stoppable, track, write
 
 app = typer.Typer()
 
 
-@app.command(epilog="Example: schoenbat theorems --quick")
+@app.command(rich_help_panel=OF_THE_PAPER, epilog="Example: schoenbat theorems --quick")
 @stoppable()
 def theorems(quick: Quick = False, seed: Seed = 0, out: Out = Path("out")) -> None:
     """Measure what the paper's theorems claim: unbiasedness, the error bound, the kernels, post-SBN.

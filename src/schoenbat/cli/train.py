@@ -67,7 +67,7 @@ def train(
     attention: Annotated[
         str, typer.Option(help=f"A name, with options as told above: {', '.join(attention_names())}.")
     ],
-    seed: Annotated[int, typer.Option(help="Of weights, feature maps, batches and dropout.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of weights, feature maps, batches and dropout.")] = 0,
     data: Annotated[Path, typer.Option(help="Where `schoenbat data prepare` put the data.")] = Path("data"),
     out: Annotated[
         Path, typer.Option(help="Directory of all runs; each has its own inside.", callback=place_for_files)
@@ -93,11 +93,11 @@ def train(
     ] = None,
     compiled: Annotated[
         bool | None,
-        typer.Option("--compile/--no-compile", help="By torch.compile. Default: on one CUDA device."),
+        typer.Option(
+            "--compile/--no-compile", help="Compile with torch.compile. Default: on one CUDA device."
+        ),
     ] = None,
-    checkpoint_seconds: Annotated[
-        float, typer.Option(min=0, help="How often what was done is saved.")
-    ] = 60.0,
+    checkpoint_seconds: Annotated[float, typer.Option(min=0, help="Seconds between checkpoints.")] = 60.0,
     steps: Annotated[int | None, _published("steps")] = None,
     batch_size: Annotated[int | None, _published("batch_size")] = None,
     learning_rate: Annotated[float | None, _published("learning_rate")] = None,

@@ -9,6 +9,7 @@ import typer
 from schoenbat.cli.measure import Out
 from schoenbat.cli.terminal import (
     EXIT_NOT_FINITE,
+    OF_THE_PAPER,
     console,
     explained,
     given,
@@ -29,9 +30,10 @@ TRAINING = "Training, the same for all attentions"
 
 
 @app.command(
+    rich_help_panel=OF_THE_PAPER,
     epilog="Example: schoenbat translate --quick --data data\n\n"
     "Example: schoenbat translate --attentions softmax --attentions softmax:qk_norm=true,scale=none "
-    "--attentions schoenbat:construction=exact-low --seed 1 --out results/seed-1"
+    "--attentions schoenbat:construction=exact-low --seed 1 --out results/seed-1",
 )
 @stoppable("attentions trained to their end are kept, this one is not")
 def translate(
@@ -46,7 +48,7 @@ def translate(
         bool, typer.Option("--quick", help="A small model and few sentences, in about a minute.")
     ] = False,
     epochs: Annotated[int | None, typer.Option(min=1, help="Default: 20, or 3 with --quick.")] = None,
-    seed: Annotated[int, typer.Option(help="Of weights, feature maps, batches and dropout.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of weights, feature maps, batches and dropout.")] = 0,
     data: Annotated[
         Path, typer.Option(help="The Parquet file or the published files of Multi30k, or their folder.")
     ] = Path("data"),
@@ -54,7 +56,9 @@ def translate(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
     learning_rate: Annotated[
         float | None,
-        typer.Option(help="At its highest, after the warm-up. Default: 0.001.", rich_help_panel=TRAINING),
+        typer.Option(
+            help="Learning rate at its highest, after the warm-up. Default: 0.001.", rich_help_panel=TRAINING
+        ),
     ] = None,
     dropout: Annotated[float | None, typer.Option(help="Default: 0.2.", rich_help_panel=TRAINING)] = None,
     batch_tokens: Annotated[

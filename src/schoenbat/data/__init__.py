@@ -9,7 +9,7 @@ except ModuleNotFoundError as missing:
     if (missing.name or "").startswith("schoenbat"):
         raise
     raise ModuleNotFoundError(
-        f"the tasks' data needs {missing.name}; install it with: pip install 'schoenbat[cli]'",
+        f"the tasks' data needs {missing.name}; install it with: pip install '.[cli]' in a checkout",
         name=missing.name,
     ) from None
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from schoenbat.data.errors import DataError
 
-INSTALL = "Parquet files need pyarrow; install it with: pip install 'schoenbat[cli]'"
+INSTALL = "Parquet files need pyarrow; install it with: pip install '.[cli]' in a checkout"
 
 
 def read_columns(path: Path, columns: Sequence[str]) -> list[list[Any]]:

@@ -44,7 +44,7 @@ def make_html(page: str, home: Path, place: Path) -> str:
         import markdown
     except ModuleNotFoundError as missing:
         raise ValueError(
-            "an HTML page needs markdown; install it with: pip install 'schoenbat[cli]'"
+            "an HTML page needs markdown; install it with: pip install '.[cli]' in a checkout"
         ) from missing
     extensions = ["tables", "fenced_code", "toc"]
     converter = markdown.Markdown(extensions=extensions, extension_configs={"toc": {"toc_depth": "2-2"}})

@@ -6,7 +6,7 @@ from schoenbat.data.multi30k import Sentences
 
 PAD, BEGIN, END = 0, 1, 2
 _SPECIAL = ["<pad>", "<begin>", "<end>"]
-INSTALL = "translation needs {}; install it with: pip install 'schoenbat[cli]'"
+INSTALL = "translation needs {}; install it with: pip install '.[cli]' in a checkout"
 
 
 class Subwords:

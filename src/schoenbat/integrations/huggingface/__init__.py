@@ -21,7 +21,7 @@ except ModuleNotFoundError as missing:
     if (missing.name or "").startswith("schoenbat"):
         raise
     raise ModuleNotFoundError(
-        f"converting transformers' models needs {missing.name}; install it: pip install 'schoenbat[hf]'",
+        f"converting models of transformers needs {missing.name}; pip install '.[hf]' in a checkout",
         name=missing.name,
     ) from None
 
