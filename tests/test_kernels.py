@@ -281,6 +281,7 @@ def test_kernel_by_name() -> None:
         (2.0, 1.0, TypeError, "must be an int, got 2.0"),
         (True, 1.0, TypeError, "must be an int, got True"),
         (2, -0.5, ValueError, "got -0.5"),
+        (2, None, TypeError, "offset must be a number, got None"),
         (2, math.nan, ValueError, "got nan"),
         (2, math.inf, ValueError, "got inf"),
         (64, 1e5, ValueError, "does not fit float64"),
@@ -423,6 +424,8 @@ def test_from_expression_refuses(expression: str, radius: float, message: str) -
 def test_from_expression_refuses_what_is_no_text() -> None:
     with pytest.raises(TypeError, match="expression must be a str, got 3"):
         from_expression(3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="radius must be a number, got None"):
+        from_expression("exp(x)", radius=None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -528,6 +528,11 @@ def test_weights_are_wanted_or_not():
         module(x, x, x, need_weights="no")
 
 
+def test_heads_are_counted():
+    with pytest.raises(ValueError, match="num_heads must be an integer of at least 1, got None"):
+        MultiheadSchoenbAt(WIDTH, None)
+
+
 @pytest.mark.parametrize("name", ["value_dim", "num_key_heads"])
 def test_widths_and_heads_follow_from_the_embedding(name):
     with pytest.raises(ValueError, match=f"{name} follows from embed_dim and num_heads here, got 2"):

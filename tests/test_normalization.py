@@ -415,6 +415,8 @@ def test_post_of_other_heads_is_refused():
     for shape in [(2, 1, 4, WIDTH), (2, HEADS, 4, WIDTH + 1), (HEADS, WIDTH)]:
         with pytest.raises(ValueError, match=rf"expected \(\.\.\., {HEADS}, n, {WIDTH}\), got"):
             PostSBN(HEADS, WIDTH)(torch.zeros(shape))
+    with pytest.raises(TypeError, match="x must be a tensor, got list"):
+        PostSBN(HEADS, WIDTH)([0.0])
 
 
 def test_post_of_rows_on_another_device_is_refused():

@@ -167,7 +167,7 @@ class DotProductKernel:
             raise TypeError(
                 f"expression must be a str, got {expression!r} of type {type(expression).__name__}"
             )
-        if not radius > 0:
+        if not _number("radius", radius) > 0:
             raise ValueError(f"radius must be positive, got {radius}; pass math.inf for an entire function")
         if name in _NAMED:
             raise ValueError(f"{name!r} is the name of another kernel; choose one of your own, or none")
@@ -198,6 +198,12 @@ def _tensor(x: Any) -> Tensor:
     if not isinstance(x, Tensor):
         raise TypeError(f"x must be a tensor, got {x!r} of type {type(x).__name__}")
     return x
+
+
+def _number(name: str, value: Any) -> Any:
+    if not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
+    return value
 
 
 # Floats, not a tensor: one that was made under a fake-tensor mode would be served to everybody afterwards.
@@ -281,7 +287,7 @@ def polynomial(degree: int, offset: float = 1.0) -> DotProductKernel:
         raise TypeError(f"degree must be an int, got {degree!r} of type {type(degree).__name__}")
     if not 1 <= degree <= 64:
         raise ValueError(f"degree must be from 1 to 64, got {degree}")
-    if not 0 <= offset < math.inf:
+    if not 0 <= _number("offset", offset) < math.inf:
         raise ValueError(
             f"offset must be finite and, lest a coefficient be negative, at least 0; got {offset}"
         )

@@ -69,10 +69,10 @@ class MultiheadSchoenbAt(nn.MultiheadAttention):
         for name, size in (
             ("embed_dim", embed_dim),
             ("num_heads", num_heads),
-            ("kdim", kdim),
-            ("vdim", vdim),
+            ("kdim", embed_dim if kdim is None else kdim),
+            ("vdim", embed_dim if vdim is None else vdim),
         ):
-            check_count(name, embed_dim if size is None else size)
+            check_count(name, size)
         if embed_dim % num_heads:
             raise ValueError(f"embed_dim must be divisible by num_heads, got {embed_dim} and {num_heads}")
         check_number("dropout", dropout, 0, 1)

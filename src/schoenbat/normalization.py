@@ -220,6 +220,8 @@ class PostSBN(nn.Module):
         self.beta = nn.Parameter(torch.ones(num_heads, value_dim, device=device, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
+        if not isinstance(x, Tensor):
+            raise TypeError(f"x must be a tensor, got {type(x).__name__}")
         if x.dim() < 3 or (x.shape[-3], x.shape[-1]) != self.gamma.shape:
             heads, width = self.gamma.shape
             raise ValueError(f"expected (..., {heads}, n, {width}), got {tuple(x.shape)}")
