@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from schoenbat.experiments.measurement import PASSES, available_memory, make_call, peak_memory, time_call
 from schoenbat.normalization import PreSBN
-from schoenbat.options import check_device
+from schoenbat.options import check_device, check_seed
 from schoenbat.registry import attention_names, build_attention, parse_attention, with_seed
 
 OTHER_AIMS = ("reformer", "skyformer", "cosformer", "rfa", "mean", "none")
@@ -39,6 +39,7 @@ class ComparisonOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        check_seed(self.seed)
         inputs = _draw_inputs(self, _TRIAL_LENGTH, self.seed)
         for text in self.attentions:
             try:
