@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from schoenbat.experiments.error import FIRST_MAP_SEED
 from schoenbat.experiments.measurement import PASSES, available_memory, make_call, peak_memory, time_call
 from schoenbat.normalization import PreSBN
 from schoenbat.options import check_device, check_seed
@@ -21,8 +22,6 @@ from schoenbat.registry import attention_names, build_attention, parse_attention
 
 OTHER_AIMS = ("reformer", "skyformer", "cosformer", "rfa", "mean", "none")
 """Attentions that approximate something else than ``softmax(QKᵀ/√d) V``, or nothing."""
-# Drawn with the same seed, a map would get the very numbers that the queries are made of.
-_FIRST_MAP_SEED = 1_000_000
 _TRIAL_LENGTH = 16
 
 
@@ -229,7 +228,7 @@ def _draw_inputs(options: ComparisonOptions, length: int, seed: int) -> list[Ten
 
 def _build(text: str, options: ComparisonOptions, seed: int) -> nn.Module:
     """The attention in eval mode; one that draws something and was given no seed gets this one."""
-    text = with_seed(text, _FIRST_MAP_SEED + seed)
+    text = with_seed(text, FIRST_MAP_SEED + seed)
     return build_attention(text, options.head_dim, options.num_heads, max(options.lengths)).eval()
 
 
