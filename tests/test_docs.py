@@ -3,6 +3,8 @@
 import importlib.util
 import re
 import shlex
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -123,7 +125,9 @@ def test_what_python_lists_of_the_package_is_there_for_users():
     listed = dir(schoenbat)
     assert set(schoenbat.__all__) < set(listed)
     assert not {"Any", "import_module", "modules"} & set(listed)
-    assert all(getattr(schoenbat, name) is not None for name in listed)
+    # Elsewhere, as what some test has imported is there in any case.
+    code = "import schoenbat; [getattr(schoenbat, name) for name in dir(schoenbat)]"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_every_public_name_is_in_the_reference():

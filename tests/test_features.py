@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import normalize
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -1063,6 +1064,14 @@ def test_a_transform_sees_the_degrees_of_the_map_it_is_given():
     leaf = x.clone().requires_grad_()
     (expected,) = torch.autograd.grad(other(leaf).sum(), leaf)
     torch.testing.assert_close(torch.func.grad(total)(x), expected)
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_a_transform_is_traced_without_looking_at_values(mode):
+    features, x = MaclaurinFeatures(8, 16, seed=0), torch.randn(5, 8)
+    gradient = torch.func.grad(lambda x: features(x).sum())
+    traced = make_fx(gradient, tracing_mode=mode, _allow_non_fake_inputs=True)(x)
+    torch.testing.assert_close(traced(x), gradient(x))
 
 
 def test_maps_gone_through_at_once_have_the_same_degrees():

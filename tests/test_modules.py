@@ -1127,6 +1127,20 @@ def test_a_state_that_is_copied_stays_in_its_memory(window):
     assert state.count.tolist() == [9, 9]
 
 
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_state_that_is_copied_has_the_gradients_of_the_other(window):
+    attention = SchoenbAt(8, 2, 40, window=window, seed=0)
+    first, second, replaced = (torch.randn(2, 2, 5, 8, requires_grad=True) for _ in range(3))
+    gradients = []
+    for is_copied in (False, True):
+        _, state = attention.step(first, first, first)
+        if is_copied:
+            state = attention.step(replaced, replaced, replaced)[1].copy_(state)
+        out, _ = attention.step(second, second, second, state)
+        gradients.append(torch.autograd.grad(out.square().sum(), (first, second)))
+    torch.testing.assert_close(*gradients)
+
+
 def tensors_of(state):
     own = [x for x in vars(state).values() if isinstance(x, torch.Tensor)]
     return own + (tensors_of(state.far) if hasattr(state, "far") else [])

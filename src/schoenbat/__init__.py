@@ -44,9 +44,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """The registry and the data load when they are asked for: the core needs torch and nothing else."""
-    if name == "data":
-        return import_module("schoenbat.data")
+    """What loads when it is asked for: the core needs torch and nothing else."""
+    if name in ("data", "integrations"):
+        return import_module(f"schoenbat.{name}")
     if name in ("attention_names", "build_attention"):
         return getattr(import_module("schoenbat.registry"), name)
     raise AttributeError(f"module 'schoenbat' has no attribute {name!r}")

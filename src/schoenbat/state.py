@@ -199,7 +199,6 @@ def _tensors_of(state: "RMFAState | RMFAWindowState") -> list[Tensor]:
     return own + (_tensors_of(state.far) if isinstance(state, RMFAWindowState) else [])
 
 
-@torch.no_grad()
 def _copy_all(state: "RMFAState | RMFAWindowState", other: Any) -> None:
     """All or nothing: a tensor of another size would be spread over what is there."""
     if type(other) is not type(state):

@@ -8,7 +8,7 @@ import torch
 
 from schoenbat.ops import dispatch
 
-ON_GPU, ON_CPU = SimpleNamespace(is_cuda=True), SimpleNamespace(is_cuda=False)
+ON_GPU, ON_CPU = (SimpleNamespace(is_cuda=is_cuda, numel=lambda: 1) for is_cuda in (True, False))
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +35,13 @@ def test_who_gets_the_slow_path_on_a_gpu_is_told_once_for_each_reason():
         dispatch.choose("auto", "heads are too wide", ON_GPU)
     with pytest.warns(UserWarning, match="float64"):
         dispatch.choose("auto", "it knows no float64", ON_GPU)
+
+
+def test_nobody_is_told_of_what_takes_no_time():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        empty = SimpleNamespace(is_cuda=True, numel=lambda: 0)
+        assert dispatch.choose("auto", "there is nothing in the batch", empty) == "eager"
 
 
 def test_transforms_are_known_to_run_plain_pytorch():

@@ -84,6 +84,13 @@ def test_floors_are_lines():
     assert cells_of(shown, "(citation count alone)")[:3] == ["–", "–", "73.00"]
 
 
+def test_own_accuracies_stand_alone():
+    runs = [run(0.60), run(0.66, seed=1), run(0.7, task="image"), timing(10.0, attention=NAIVE)]
+    _, _, *lines = arena.own_accuracy_table(tabulate(runs)).splitlines()
+    (line,) = lines  # neither the paper's, nor one of what was only timed
+    assert cells_of(line, "softmax")[0] == "63.00 ± 4.24"
+
+
 def test_times_are_over_softmax_with_its_scores_and_over_sdpa():
     runs = [
         timing(10.0),

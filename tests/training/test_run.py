@@ -266,6 +266,19 @@ def test_a_checkpoint_of_another_version_is_refused(tmp_path, spoil, reason):
         train(tiny_task(), tiny_options("mean", steps=20), tmp_path, resume=True)
 
 
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory"), checkpoint.CheckpointError("damaged")]
+)
+def test_a_checkpoint_is_not_blamed_for_what_it_is_not_the_cause_of(tmp_path, monkeypatch, error):
+    def failing(*arguments):
+        raise error
+
+    train(tiny_task(), tiny_options("mean", steps=20), tmp_path)
+    monkeypatch.setattr("schoenbat.training.resuming._restore_tensors", failing)
+    with pytest.raises(type(error), match=f"^{error}$"):
+        train(tiny_task(), tiny_options("mean", steps=20), tmp_path, resume=True)
+
+
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_what_is_not_finite_stops_the_run_and_is_named(tmp_path, monkeypatch, where):
     build = Run._set_up

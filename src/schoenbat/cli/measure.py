@@ -34,9 +34,7 @@ Quick = Annotated[
 ]
 Out = Annotated[Path, typer.Option(help="Directory for the JSON and SVG files.", callback=place_for_files)]
 Seed = Annotated[int, typer.Option(help="Seed of inputs and feature maps.")]
-Kernels = Annotated[
-    str | None, typer.Option(help="Of exp, inv, logi, trigh, sqrt, separated by commas. Default: all.")
-]
+KERNELS = "Of exp, inv, logi, trigh, sqrt, separated by commas. Default: all"
 
 Attentions = Annotated[
     list[str] | None,
@@ -77,7 +75,7 @@ def demo(seed: Seed = 0, out: Out = Path("out")) -> None:
 @stoppable()
 def error(
     quick: Quick = False,
-    kernels: Kernels = None,
+    kernels: Annotated[str | None, typer.Option(help=f"{KERNELS}.")] = None,
     attentions: Attentions = None,
     repetitions: Annotated[
         int | None, typer.Option(min=2, help="How many inputs and maps are averaged in each cell.")
@@ -125,7 +123,9 @@ def speed(
             "--long", help="Up to 131,072 tokens, for the crossover with SDPA; some minutes on a CPU."
         ),
     ] = False,
-    kernels: Kernels = None,
+    kernels: Annotated[
+        str | None, typer.Option(help=f"{KERNELS}; with --quick exp and inv, with --long exp.")
+    ] = None,
     attentions: Attentions = None,
     budget: Annotated[
         float | None, typer.Option(min=0, help="Skip what would take longer than this many seconds per call.")

@@ -20,6 +20,7 @@ from schoenbat.ops.sums import Before, Sums, key_count, nothing_before
 from schoenbat.ops.unit_rows import UnitRows
 
 Implementation = Literal["auto", "reference", "eager", "triton"]
+_TOLD: set[str] = set()  # obstacles: so they name no length, which may be another in every call
 
 
 def choose(implementation: str, obstacle: str | None, query: Tensor) -> str:
@@ -37,23 +38,21 @@ def choose(implementation: str, obstacle: str | None, query: Tensor) -> str:
     if implementation != "auto":
         return implementation
     if query.is_cuda and obstacle is not None:
-        _tell_once(obstacle)
+        _tell_once(obstacle, query)
     return "triton" if query.is_cuda and obstacle is None else "eager"
 
 
-def _tell_once(obstacle: str) -> None:
+def _tell_once(obstacle: str, query: Tensor) -> None:
     """On a GPU the eager path takes many times as long as the kernels: nobody shall have to find that out."""
-    # Not transforms, which are known to run plain PyTorch; nor while a compiler looks on, nor in each call.
-    if torch.compiler.is_compiling() or not as_operators() or obstacle in _TOLD:
+    # Not transforms, which are known to run plain PyTorch; nor while a compiler looks on, nor in each call,
+    # nor where there is nothing to compute.
+    if torch.compiler.is_compiling() or not as_operators() or obstacle in _TOLD or not query.numel():
         return
     _TOLD.add(obstacle)
     warnings.warn(
         f"attention runs in plain PyTorch on this GPU, not in the fused kernels: {obstacle}",
         stacklevel=2,
     )
-
-
-_TOLD: set[str] = set()
 
 
 def attend(

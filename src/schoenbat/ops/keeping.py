@@ -30,9 +30,11 @@ def _is_plain(tensor: Tensor) -> bool:
 def without_transforms(tensor: Tensor) -> Tensor | None:
     """What a tensor holds where torch.func transforms are active, dimensions that they hide first.
 
-    None where there are no transforms, or no values.
+    None where there are no transforms, or no values, as where a compiler or a mode (make_fx) traces.
     """
-    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling() or _len_torch_dispatch_stack():
+        return None
+    if not torch._C._are_functorch_transforms_active():
         return None
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         hidden = torch._C._functorch.maybe_get_bdim(tensor)

@@ -78,7 +78,7 @@ def step_obstacle(
     found = fused.obstacle(query) or fused.state_obstacle(before.far.sums, feature_map)
     found = found or _width_obstacle(query)
     if query.shape[-2] != 1:
-        found = found or f"with a state and a window it takes one token, got {query.shape[-2]}"
+        found = found or "with a state and a window it takes one token at a time"
     if not fused.is_decoding(query, value, before.key, before.value, *before.far.sums, *others):
         found = found or "with a state and a window it gives no gradients"
     return found

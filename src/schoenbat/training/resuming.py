@@ -52,7 +52,9 @@ def restore(run: "Run", path: Path) -> None:
     try:
         _restore(run, path, state)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        if isinstance(error, checkpoint.CheckpointError) or is_lost_connection(error):
+        # Other kinds of RuntimeError, as where a device has no memory left, do not speak of the checkpoint.
+        is_other_kind = isinstance(error, RuntimeError) and type(error) is not RuntimeError
+        if is_other_kind or is_lost_connection(error):
             raise
         raise checkpoint.unfitting(path, error) from error
 
