@@ -36,7 +36,7 @@ SHOWN = {
     ("16 × 65,536", "exact-low"): TRAINING[:1],
     ("8 × 262,144", "exact-low"): ("forward",),
 }
-RIVAL = "performer"
+CLOSEST = "performer"
 RIVALS = {
     "SDPA (flash)": "flash",
     "fla, features ready-made": "fla",
@@ -157,7 +157,7 @@ def training_table() -> str:
 
 def accuracy_table() -> str:
     """Accuracy on the Long Range Arena of the same, and of the closest rival."""
-    return own_accuracy_table(_runs_of({*find_group("main").attentions.values(), RIVAL}))
+    return own_accuracy_table(_runs_of({*find_group("main").attentions.values(), CLOSEST}))
 
 
 def _runs_of(attentions: set[str]) -> LraTable:

@@ -338,7 +338,7 @@ def test_check_names_widths_that_differ() -> None:
 @pytest.mark.parametrize("name", ["exp", "inv"])
 def test_check_names_what_is_no_tensor_of_rows(name) -> None:
     rows = torch.zeros(5, 4)
-    with pytest.raises(TypeError, match=r"query must be a tensor \(..., n, d\), got \(4,\)"):
+    with pytest.raises(ValueError, match=r"query must be a tensor \(..., n, d\), got \(4,\)"):
         kernel(name).check(rows[0], rows)
     with pytest.raises(TypeError, match=r"key must be a tensor \(..., n, d\), got None"):
         kernel(name).check(rows, None)

@@ -108,9 +108,10 @@ class DotProductKernel:
         ValueError: the largest logit, 2, is not below the radius 1 of the kernel 'inv': lower the scale, ...
         """
         for name, rows in (("query", query), ("key", key)):
-            if not isinstance(rows, Tensor) or rows.dim() < 2:
-                found = tuple(rows.shape) if isinstance(rows, Tensor) else repr(rows)
-                raise TypeError(f"{name} must be a tensor (..., n, d), got {found}")
+            if not isinstance(rows, Tensor):
+                raise TypeError(f"{name} must be a tensor (..., n, d), got {rows!r}")
+            if rows.dim() < 2:
+                raise ValueError(f"{name} must be a tensor (..., n, d), got {tuple(rows.shape)}")
         if not (scale is None or isinstance(scale, numbers.Real | Tensor)):
             raise TypeError(f"scale must be a number, a tensor or None, got {scale!r}")
         if math.isinf(self.radius) or query.numel() == 0 or key.numel() == 0:

@@ -73,8 +73,8 @@ def _custom_op(name: str, function: Callable[..., Any]) -> Any:
 
     def refuse(ctx: Any, *grads: Any) -> Any:
         raise RuntimeError(
-            f"schoenbat::{name} has no derivative: fused and eager attention are differentiable once. Take "
-            "second derivatives under torch.func, or with rmfa(..., implementation='reference')"
+            f"schoenbat::{name} has no derivative: fused and eager attention are differentiable once. Second "
+            "derivatives are taken under torch.func, or with rmfa(..., implementation='reference')"
         )
 
     operator.register_autograd(refuse)
