@@ -1040,3 +1040,42 @@ def test_a_module_with_a_large_radius_is_built_with_defaults_and_finite(radius):
         attention = schoenbat.SchoenbAt(8, 2, 128, wide, seed=seed)
         assert attention(*torch.randn(3, 1, 2, 30, 8).unbind()).isfinite().all()
         assert (attention.features.feature_weights > torch.finfo(torch.float32).tiny).all()
+
+
+def maps_of_equal_sizes_and_other_degrees():
+    """Two of the paper's, whose degrees differ and have the same sum."""
+    seen = {}
+    for seed in range(1000):
+        features = MaclaurinFeatures(8, 16, construction="paper", seed=seed)
+        sizes = tuple(tensor.shape for tensor in features.state_dict().values())
+        if seen.setdefault(sizes, features).degrees != features.degrees:
+            return seen[sizes], features
+    raise AssertionError("no two maps of equal sizes")
+
+
+def test_a_transform_sees_the_degrees_of_the_map_it_is_given():
+    first, other = maps_of_equal_sizes_and_other_degrees()
+    x = torch.randn(5, 8)
+
+    def total(x):
+        return torch.func.functional_call(first, dict(other.named_buffers()), (x,)).sum()
+
+    leaf = x.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(other(leaf).sum(), leaf)
+    torch.testing.assert_close(torch.func.grad(total)(x), expected)
+
+
+def test_maps_gone_through_at_once_have_the_same_degrees():
+    x = torch.randn(5, 8)
+
+    def call(buffers, features):
+        return torch.func.functional_call(features, buffers, (x,))
+
+    maps = [MaclaurinFeatures(8, 16, seed=seed) for seed in range(3)]
+    _, buffers = torch.func.stack_module_state(maps)
+    got = torch.vmap(lambda buffers: call(buffers, maps[0]))(buffers)
+    torch.testing.assert_close(got, torch.stack([features(x) for features in maps]))
+    first, other = maps_of_equal_sizes_and_other_degrees()
+    _, buffers = torch.func.stack_module_state([first, other])
+    with pytest.raises(ValueError, match="maps of different degrees"):
+        torch.vmap(lambda buffers: call(buffers, first))(buffers)

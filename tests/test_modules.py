@@ -9,7 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from schoenbat import MaclaurinFeatures, SchoenbAt, kernelized_attention, rmfa, rmfa_window
+from schoenbat import (
+    MaclaurinFeatures,
+    RMFAState,
+    RMFAWindowState,
+    SchoenbAt,
+    kernelized_attention,
+    rmfa,
+    rmfa_window,
+)
 from schoenbat.constructions import CONSTRUCTIONS
 from schoenbat.kernels import DotProductKernel
 
@@ -1096,3 +1104,40 @@ def test_a_layout_that_is_somebody_else_s_is_recognised(shape, advice):
     x = torch.randn(shape)
     with pytest.raises(ValueError, match=advice):
         SchoenbAt(8, 4)(x, x, x)
+
+
+@pytest.mark.parametrize("window", [None, 0, 3])
+def test_a_state_that_is_copied_stays_in_its_memory(window):
+    attention = SchoenbAt(8, 2, 40, construction="exact-low", window=window, seed=0).eval()
+    q, k, v = torch.randn(3, 2, 2, 9, 8).unbind()
+    with torch.no_grad():
+        whole = attention(q, k, v, is_causal=True)
+        token = [x[..., :1, :].clone() for x in (q, k, v)]
+        _, state = attention.step(*token)  # of the sizes that a token leaves
+        _, prompt = attention.step(*(x[..., :5, :] for x in (q, k, v)))
+        pointers = [x.data_ptr() for x in tensors_of(state)]
+        state.copy_(prompt)
+        for i in range(5, 9):
+            for place, x in zip(token, (q, k, v), strict=True):
+                place.copy_(x[..., i : i + 1, :])
+            out, after = attention.step(*token, state)
+            state.copy_(after)
+            torch.testing.assert_close(out, whole[..., i : i + 1, :], rtol=1e-4, atol=1e-5)
+    assert [x.data_ptr() for x in tensors_of(state)] == pointers
+    assert state.count.tolist() == [9, 9]
+
+
+def tensors_of(state):
+    own = [x for x in vars(state).values() if isinstance(x, torch.Tensor)]
+    return own + (tensors_of(state.far) if hasattr(state, "far") else [])
+
+
+def test_a_state_of_another_size_or_kind_is_not_copied():
+    features = MaclaurinFeatures(8, 40, seed=0)
+    one, two = (RMFAState.zeros(features, batch, 2, 8) for batch in (1, 2))
+    one.count += 1
+    with pytest.raises(ValueError, match="a state of another size"):
+        two.copy_(one)
+    assert two.count.tolist() == [0, 0]
+    with pytest.raises(TypeError, match="expected a RMFAState to copy, got RMFAWindowState"):
+        one.copy_(RMFAWindowState.zeros(features, 3, 1, 2, 8))

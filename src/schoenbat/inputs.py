@@ -213,6 +213,45 @@ def check_tensors(**tensors: Any) -> None:
             )
 
 
+def check_sizes(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    num_heads: int,
+    num_key_heads: int | None,
+    head_dim: int,
+    value_dim: int,
+) -> None:
+    """What a module was made for; `num_key_heads` is None where nothing is kept for each key head."""
+    check_tensors(query=query, key=key, value=value)
+    if query.dim() < 3 or query.shape[-3] != num_heads:
+        raise ValueError(
+            f"expected query (B, {num_heads}, n, {head_dim}), got {tuple(query.shape)}"
+            f"{_layout_hint(query, num_heads, head_dim)}"
+        )
+    if query.shape[-1] != head_dim or key.shape[-1] != head_dim:
+        raise ValueError(
+            f"the map was made for head_dim = {head_dim}, query and key have {query.shape[-1]} and "
+            f"{key.shape[-1]}"
+        )
+    if num_key_heads is not None and key.shape[-3] != num_key_heads:
+        raise ValueError(
+            f"a centre, a matrix or a map is kept for each of {num_key_heads} key heads, got keys "
+            f"{tuple(key.shape)}; pass num_key_heads={key.shape[-3]} where the module is made"
+        )
+    if value.shape[-1] != value_dim:
+        raise ValueError(f"expected values of width {value_dim}, got {tuple(value.shape)}")
+
+
+def _layout_hint(query: Tensor, num_heads: int, head_dim: int) -> str:
+    """For what is not the layout asked for, but somebody's."""
+    if query.shape[-2:] == (num_heads, head_dim):
+        return "; heads come before positions: pass query.transpose(-3, -2), keys and values likewise"
+    if query.shape[-1] == num_heads * head_dim:
+        return "; divide rows into heads first, or take MultiheadSchoenbAt, which does"
+    return ""
+
+
 def _check_dense(name: str, tensor: Any) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")

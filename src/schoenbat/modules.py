@@ -11,7 +11,7 @@ from schoenbat.calibration import mean_row
 from schoenbat.collectives import WithProcessGroup, check_group
 from schoenbat.features import MaclaurinFeatures
 from schoenbat.functional import attend, rmfa, step
-from schoenbat.inputs import arrange_mask, autocast_rounds, check_tensors, check_window, without_masked
+from schoenbat.inputs import arrange_mask, autocast_rounds, check_sizes, check_window, without_masked
 from schoenbat.kernels import DotProductKernel
 from schoenbat.kernels import kernel as get_kernel
 from schoenbat.normalization import NORMALIZATIONS, PostSBN, PreSBN
@@ -499,32 +499,7 @@ class SchoenbAt(WithProcessGroup):
             check_group(self.process_group)
             check_sharded(self.window, self.center_keys, normalization)
 
-    def _layout_hint(self, query: Tensor) -> str:
-        """For what is not `SchoenbAt`'s layout, but somebody's."""
-        heads, width = self.num_heads, self.features.head_dim
-        if query.shape[-2:] == (heads, width):
-            return "; heads come before positions: pass query.transpose(-3, -2), keys and values likewise"
-        if query.shape[-1] == heads * width:
-            return "; divide rows into heads first, or take MultiheadSchoenbAt, which does"
-        return ""
-
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        check_tensors(query=query, key=key, value=value)
-        if query.dim() < 3 or query.shape[-3] != self.num_heads:
-            raise ValueError(
-                f"expected query (B, {self.num_heads}, n, {self.features.head_dim}), got {tuple(query.shape)}"
-                f"{self._layout_hint(query)}"
-            )
-        width, *widths = self.features.head_dim, query.shape[-1], key.shape[-1]
-        if widths != [width, width]:
-            raise ValueError(
-                f"the map was made for head_dim = {width}, query and key have {widths[0]} and {widths[1]}"
-            )
         kept = self.key_center is not None or self.key_map is not None or self.features.num_heads is not None
-        if kept and key.shape[-3] != self.num_key_heads:
-            raise ValueError(
-                f"a centre, a matrix or a map is kept for each of {self.num_key_heads} key heads, got keys "
-                f"{tuple(key.shape)}; pass num_key_heads={key.shape[-3]} where the module is made"
-            )
-        if value.shape[-1] != self.value_dim:
-            raise ValueError(f"expected values of width {self.value_dim}, got {tuple(value.shape)}")
+        key_heads = self.num_key_heads if kept else None
+        check_sizes(query, key, value, self.num_heads, key_heads, self.features.head_dim, self.value_dim)

@@ -134,6 +134,19 @@ class RMFAState:
         vars(self).update(taken)
         return self
 
+    def copy_(self, other: "RMFAState") -> "RMFAState":
+        """Become what another state is, in the memory that is there, where a CUDA graph looks for it.
+
+        Example:
+            >>> features = MaclaurinFeatures(8, 64, seed=0)
+            >>> kept, seen = (RMFAState.zeros(features, batch=2, kv_heads=4, value_dim=8) for _ in range(2))
+            >>> k, v = torch.randn(2, 2, 4, 10, 8)
+            >>> kept.copy_(seen.update(k, v, features)).count.tolist()
+            [10, 10]
+        """
+        _copy_all(self, other)
+        return self
+
     def _at_one_precision(self, *rows: Tensor, implementation: str) -> tuple["RMFAState", list[Tensor]]:
         """Where state or rows are float64, both of them; fused kernels, asked for by name, refuse float64."""
         alike = (self.key_sum.dtype == torch.float64) == (rows[0].dtype == torch.float64)
@@ -179,6 +192,27 @@ class RMFAState:
                 f"the state was made for a map of (features without the constant, head_dim) = {made_for}, "
                 f"this one has {got}; use the map that it was begun with"
             )
+
+
+def _tensors_of(state: "RMFAState | RMFAWindowState") -> list[Tensor]:
+    own = [x for x in vars(state).values() if isinstance(x, Tensor)]
+    return own + (_tensors_of(state.far) if isinstance(state, RMFAWindowState) else [])
+
+
+@torch.no_grad()
+def _copy_all(state: "RMFAState | RMFAWindowState", other: Any) -> None:
+    """All or nothing: a tensor of another size would be spread over what is there."""
+    if type(other) is not type(state):
+        raise TypeError(f"expected a {type(state).__name__} to copy, got {type(other).__name__}")
+    pairs = list(zip(_tensors_of(state), _tensors_of(other), strict=True))
+    for mine, theirs in pairs:
+        if mine.shape != theirs.shape:
+            raise ValueError(
+                f"a state of another size: a tensor of shape {tuple(theirs.shape)} does not go into one of "
+                f"shape {tuple(mine.shape)}; batch, heads, widths, map and window must be the same"
+            )
+    for mine, theirs in pairs:
+        mine.copy_(theirs)
 
 
 def _monomials(features: MaclaurinFeatures) -> int:
@@ -236,6 +270,11 @@ class RMFAWindowState:
         self.far.reorder(index)  # which checks the index
         for name in ("key", "value", "mask"):
             setattr(self, name, getattr(self, name).index_select(0, index))
+        return self
+
+    def copy_(self, other: "RMFAWindowState") -> "RMFAWindowState":
+        """As `RMFAState.copy_`."""
+        _copy_all(self, other)
         return self
 
     def _remembered(self) -> Remembered:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from schoenbat.ops.keeping import may_keep
+from schoenbat.ops.keeping import may_keep, without_transforms
 from schoenbat.precision import StaysPrecise, at_least_float32
 
 DIRECTIONS = ("linear", "quadratic", "tail")
@@ -53,6 +53,8 @@ class StoredMap(StaysPrecise):
         it was read: DDP writes it at every step, and to look at it is to wait.
         """
         table = self.degree_table
+        if (values := without_transforms(table)) is not None and not values.is_cuda:
+            return _degrees_of_all(values)
         if may_keep(table) and not table.is_meta:
             known = self._degrees_from
             is_written = known is not None and known[1] != table._version and not table.is_cuda
@@ -154,6 +156,17 @@ def _fits(name: str, saved: Tensor, own: Tensor) -> bool:
 def degrees_in(table: Tensor) -> tuple[int, ...]:
     """The degrees that a map's table of floats stands for."""
     return tuple(whole(table).tolist())
+
+
+def _degrees_of_all(tables: Tensor) -> tuple[int, ...]:
+    """The degrees of maps that `torch.vmap` goes through at once, ``(..., num_features)``."""
+    first, *rest = tables.flatten(0, -2) if tables.dim() > 1 else (tables,)
+    if any(not torch.equal(other, first) for other in rest):
+        raise ValueError(
+            "maps of different degrees cannot be gone through at once: call one after the other, or draw all "
+            "of them from one seed"
+        )
+    return degrees_in(first)
 
 
 def whole(table: Tensor) -> Tensor:

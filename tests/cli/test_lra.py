@@ -109,6 +109,12 @@ def test_a_run_that_is_stopped_says_what_is_kept(data, tmp_path, monkeypatch, mo
     assert result.stderr.strip() == f"stopped after step 3; {kept}"
 
 
+def test_a_seed_that_no_generator_takes_is_refused(data, tmp_path):
+    refused = invoke(*command(data, tmp_path, *SMALL, "--seed", "99999999999999999999"))
+    assert refused.exit_code == 2
+    assert "at most 64 bits" in " ".join(refused.output.replace("│", " ").split())
+
+
 def test_a_place_that_cannot_be_written_to_is_named(data, tmp_path):
     (tmp_path / "runs").touch()
     refused = invoke(*command(data, tmp_path, *SMALL))

@@ -66,13 +66,16 @@ def test_the_version_is_told():
     assert (result.exit_code, result.output) == (0, f"{schoenbat.__version__}\n")
 
 
+SEEDED = (["error"], ["speed"], ["theorems"], ["demo"], ["speed", "--attentions", "mean"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
         (["error", "--fast"], "--fast"),
         (["error", "--kernels", "exp,foo"], "foo"),
         (["error", "--repetitions", "1"], "repetitions"),
-        (["error", "--seed", "99999999999999999999"], "at most 64 bits"),
+        *(([*command, "--seed", "99999999999999999999"], "at most 64 bits") for command in SEEDED),
         (["speed", "--device", "toaster"], "toaster"),
         (["speed", "--attentions", "softmax,foo"], "known are softmax"),
         (["error", "--attentions", "rfa:colour=3"], "colour"),

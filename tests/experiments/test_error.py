@@ -41,8 +41,9 @@ def test_both_errors_are_what_they_say(kernel):
     exact = scores @ value / scores.sum(-1, keepdim=True)
     approximate = []
     for i in range(2):
-        features = MaclaurinFeatures(6, 12, kernel, construction="unbiased", num_heads=1, seed=i).double()
-        approximate += [rmfa(query[[i]], key[[i]], value[[i]], features, implementation="reference")]
+        features = MaclaurinFeatures(6, 12, kernel, construction="unbiased", num_heads=1, seed=10**6 + i)
+        rows = query[[i]], key[[i]], value[[i]]
+        approximate += [rmfa(*rows, features.double(), implementation="reference")]
     first, second = ((torch.cat(approximate) - exact).abs().mean((1, 2))).tolist()
     averaging = (exact - value.mean(1, keepdim=True)).abs().mean().item()
     assert row.error == pytest.approx((first + second) / 2, rel=1e-3)
@@ -57,6 +58,15 @@ def test_every_repetition_has_a_map_of_its_own():
     assert outputs.shape == (12, 20, 6)
     distances = torch.cdist(outputs.flatten(1), outputs.flatten(1))
     assert (distances + torch.eye(12)).min() > 1e-4
+
+
+def test_the_standard_error_is_that_of_means_over_maps():
+    """The heads of a "paper" map share their degrees: one seed's error is off by what all of them have."""
+    options = ErrorOptions(("exp",), ("paper",), (10,), (10,), num_tokens=20, repetitions=100)
+    rows = [next(error.run(replace(options, seed=seed))) for seed in range(12)]
+    deviation = torch.tensor([row.error for row in rows]).std().item()
+    told = sum(row.standard_error for row in rows) / len(rows)
+    assert 0.5 < told / deviation < 2
 
 
 def test_the_seed_decides():

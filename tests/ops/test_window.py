@@ -236,6 +236,15 @@ def test_compiled(is_causal, dynamic):
             torch.testing.assert_close(other, eager, rtol=1e-9, atol=1e-9)
 
 
+def test_compiled_where_autograd_is_off():
+    """No out= that is part of a larger tensor, which no graph can hold."""
+    features, tensors = make_map("exact-low"), batch(90)
+    compiled = torch.compile(rmfa_window, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        got = compiled(*tensors, features, 5, is_causal=True)
+    torch.testing.assert_close(got, rmfa_window(*tensors, features, 5, is_causal=True))
+
+
 def test_errors_name_the_problem():
     features, (query, key, value) = make_map("exact-low"), batch(10)
     with pytest.raises(ValueError, match="as many queries as keys, got 4 and 10"):

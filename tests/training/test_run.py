@@ -233,6 +233,14 @@ def test_kill_9_loses_nothing_but_time(tmp_path):
     assert_same_end(tmp_path / "whole", tmp_path / "parts")
 
 
+def test_slow_steps_are_saved_between_reports(tmp_path, monkeypatch):
+    saved = []
+    monkeypatch.setattr(Run, "save", lambda self: saved.append(self.step))
+    train(tiny_task(), tiny_options("mean", steps=20, checkpoint_seconds=0.0), tmp_path / "often")
+    assert saved == list(range(1, 21))
+    assert [line["step"] for line in read_log(tmp_path / "often" / LOG)] == [10, 20, 20]
+
+
 def test_a_checkpoint_of_other_options_or_data_is_refused(tmp_path):
     train(tiny_task(), tiny_options(steps=20), tmp_path)
     with pytest.raises(checkpoint.CheckpointError, match="seed: 0 there, 1 here"):

@@ -56,9 +56,10 @@ def demo(seed: Seed = 0, out: Out = Path("out")) -> None:
     from schoenbat.experiments.speed import SpeedOptions
     from schoenbat.report.tables import demo_summary
 
-    error_options = ErrorOptions.quick(
-        kernels=("exp",), head_dims=(32, 64), num_features=(32, 64, 128), seed=seed
-    )
+    with explained():
+        error_options = ErrorOptions.quick(
+            kernels=("exp",), head_dims=(32, 64), num_features=(32, 64, 128), seed=seed
+        )
     errors, error_files = _measure_error(error_options, out / "demo-error")
     speeds, speed_files = _measure_speed(SpeedOptions.long(longest=4096, seed=seed), out / "demo-speed")
     trained, training_files = _train(DemoOptions(seed=seed), out / "demo-training")

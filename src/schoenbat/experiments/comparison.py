@@ -14,15 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from schoenbat.experiments.error import FIRST_MAP_SEED
 from schoenbat.experiments.measurement import PASSES, available_memory, make_call, peak_memory, time_call
 from schoenbat.normalization import PreSBN
-from schoenbat.options import check_device
+from schoenbat.options import check_device, check_seed
 from schoenbat.registry import attention_names, build_attention, parse_attention, with_seed
 
 OTHER_AIMS = ("reformer", "skyformer", "cosformer", "rfa", "mean", "none")
 """Attentions that approximate something else than ``softmax(QKᵀ/√d) V``, or nothing."""
-# Drawn with the same seed, a map would get the very numbers that the queries are made of.
-_FIRST_MAP_SEED = 1_000_000
 _TRIAL_LENGTH = 16
 
 
@@ -39,6 +38,7 @@ class ComparisonOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        check_seed(self.seed)
         inputs = _draw_inputs(self, _TRIAL_LENGTH, self.seed)
         for text in self.attentions:
             try:
@@ -228,7 +228,7 @@ def _draw_inputs(options: ComparisonOptions, length: int, seed: int) -> list[Ten
 
 def _build(text: str, options: ComparisonOptions, seed: int) -> nn.Module:
     """The attention in eval mode; one that draws something and was given no seed gets this one."""
-    text = with_seed(text, _FIRST_MAP_SEED + seed)
+    text = with_seed(text, FIRST_MAP_SEED + seed)
     return build_attention(text, options.head_dim, options.num_heads, max(options.lengths)).eval()
 
 

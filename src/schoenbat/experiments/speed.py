@@ -28,7 +28,7 @@ from schoenbat.features import MaclaurinFeatures
 from schoenbat.functional import kernelized_attention, rmfa
 from schoenbat.kernels import kernel as get_kernel
 from schoenbat.normalization import PreSBN
-from schoenbat.options import check_device
+from schoenbat.options import check_device, check_seed
 
 CONSTRUCTION = "exact-low"
 # How many n × n matrices exact attention may hold at once where it is written in plain PyTorch.
@@ -57,6 +57,7 @@ class SpeedOptions:
     """``"replay"`` of a CUDA graph, or ``"call"``."""
 
     def __post_init__(self) -> None:
+        check_seed(self.seed)
         on_gpu = check_device(self.device).type == "cuda"
         object.__setattr__(self, "dtype", "bfloat16" if on_gpu else "float32")
         object.__setattr__(self, "timed", "replay" if on_gpu else "call")

@@ -213,8 +213,8 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 def _may_write() -> bool:
-    """Whether results may be written into memory that is there: neither autograd nor a transform looks on."""
-    return not (torch.is_grad_enabled() or is_transformed())
+    """Whether results may go into memory that is there: no autograd, compiler or transform looks on."""
+    return not (torch.is_grad_enabled() or torch.compiler.is_compiling() or is_transformed())
 
 
 def sum_over_heads(parameter: Tensor, per_head: Tensor) -> Tensor:

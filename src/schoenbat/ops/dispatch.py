@@ -4,6 +4,7 @@ Shapes are those of `eager`: query ``(B, H, G, n_q, d)``, key and value ``(B, H,
 bool ``(B, 1, 1, n_k, 1)``, count int64 ``(B, 1, 1, 1, 1)``, query_scale ``(H, G, 1, 1)``.
 """
 
+import warnings
 from typing import Literal, get_args
 
 import torch
@@ -35,7 +36,24 @@ def choose(implementation: str, obstacle: str | None, query: Tensor) -> str:
         )
     if implementation != "auto":
         return implementation
+    if query.is_cuda and obstacle is not None:
+        _tell_once(obstacle)
     return "triton" if query.is_cuda and obstacle is None else "eager"
+
+
+def _tell_once(obstacle: str) -> None:
+    """On a GPU the eager path takes many times as long as the kernels: nobody shall have to find that out."""
+    # Not transforms, which are known to run plain PyTorch; nor while a compiler looks on, nor in each call.
+    if torch.compiler.is_compiling() or not as_operators() or obstacle in _TOLD:
+        return
+    _TOLD.add(obstacle)
+    warnings.warn(
+        f"attention runs in plain PyTorch on this GPU, not in the fused kernels: {obstacle}",
+        stacklevel=2,
+    )
+
+
+_TOLD: set[str] = set()
 
 
 def attend(

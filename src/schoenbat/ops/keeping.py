@@ -27,6 +27,20 @@ def _is_plain(tensor: Tensor) -> bool:
     return type(tensor) is Tensor and not torch._C._functorch.is_legacy_batchedtensor(tensor)
 
 
+def without_transforms(tensor: Tensor) -> Tensor | None:
+    """What a tensor holds where torch.func transforms are active, dimensions that they hide first.
+
+    None where there are no transforms, or no values.
+    """
+    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+        return None
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        hidden = torch._C._functorch.maybe_get_bdim(tensor)
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+        tensor = tensor if hidden < 0 else tensor.movedim(hidden, 0)
+    return tensor if _is_plain(tensor) and not tensor.is_meta else None
+
+
 def may_reuse(*tensors: Tensor) -> bool:
     """Whether what was made from these tensors in an earlier call may be used in this one.
 

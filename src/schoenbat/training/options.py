@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from schoenbat.options import check_seed
 from schoenbat.training.protocol import Protocol
 from schoenbat.training.record import WARM_STEPS
 
@@ -52,6 +53,7 @@ class RunOptions:
     """What is saved after so many seconds is not lost when a run is killed."""
 
     def __post_init__(self) -> None:
+        check_seed(self.seed)
         if self.timing:
             check_timing(self.protocol.steps)
 

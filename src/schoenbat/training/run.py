@@ -253,13 +253,16 @@ class Run:
         return min([*stops, warm] if self.step < warm else stops)
 
     def advance(self, goal: int, *, timed: bool) -> None:
-        """Train up to step ``goal``, or until asked to stop."""
+        """Train up to step ``goal``, or until asked to stop, or until a checkpoint is due."""
         self.costs.start()
         start = self.step
         while self.step < goal and not (self.stop and self.fabric.world_size == 1):
             self.training_step.run()
             self.step += 1
             self.on_progress(Progress(self.step))
+            # Steps may be slow; of several devices none may leave the others waiting.
+            if self._is_due() and self.fabric.world_size == 1:
+                break
         self.costs.stop(self.step - start if timed else 0)
 
     def _report_and_validate(self, end: int) -> None:
@@ -309,9 +312,12 @@ class Run:
         raise Interrupted(f"stopped after step {self.step}", self.stop.number)
 
     def _save_if_due(self, end: int) -> None:
-        due = time.monotonic() - self._saved_at > self.options.checkpoint_seconds or self.step == end
-        if any_process(self.fabric, due):
+        if any_process(self.fabric, self._is_due() or self.step == end):
             self.save()
+
+    def _is_due(self) -> bool:
+        waited = time.monotonic() - self._saved_at
+        return not self.options.timing and waited > self.options.checkpoint_seconds
 
     def save(self) -> None:
         """Write a checkpoint; a failed step in it would be of no use, so that is looked for first."""

@@ -18,6 +18,7 @@ from schoenbat.experiments.theorems.restoring import (
     restore,
 )
 from schoenbat.experiments.theorems.tail import TailRow, measure_pair, measure_rows
+from schoenbat.options import check_seed
 
 Row = BiasRow | TailRow | KernelRow | FormulaRow | RestoringRow
 
@@ -47,6 +48,7 @@ class TheoremOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        check_seed(self.seed)
         if self.draws < 3:
             raise ValueError(f"the standard error of a bias needs at least 3 draws, got {self.draws}")
 
