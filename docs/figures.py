@@ -5,6 +5,7 @@ their markers in the pages.
 """
 
 import importlib.util
+import inspect
 import io
 import json
 from collections.abc import Iterable
@@ -14,7 +15,10 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
+import schoenbat
+from schoenbat import data
 from schoenbat.files import write_atomically
+from schoenbat.integrations import huggingface
 from schoenbat.report.markdown import table
 from schoenbat.report.pages import fill
 from schoenbat.report.plots import scaling_plot
@@ -76,6 +80,7 @@ def tables() -> dict[str, dict[str, str]]:
         },
         "converting": {"minilm": _minilm_table()},
         "comparison": {"attentions": attentions.attention_table()},
+        "api": {"names": _names_table()},
     }
 
 
@@ -201,6 +206,19 @@ def _minilm_table() -> str:
     return table(
         ["attention", "stage", *(f"{c}, {k}" for c in corpora for k in ("cosine", "rank correlation"))], lines
     )
+
+
+def _names_table() -> str:
+    """Every public name with the first sentence of its docstring, and where it is written."""
+    lines = []
+    for package in (schoenbat, huggingface, data):
+        for name in package.__all__:
+            found = inspect.unwrap(getattr(package, name))
+            source = Path(inspect.getsourcefile(found) or "").relative_to(ROOT).as_posix()
+            first = (inspect.getdoc(found) or "").split("\n\n")[0].replace("\n", " ").replace("|", "\\|")
+            short = f"{package.__name__}.{name}".replace("schoenbat.integrations.", "")
+            lines.append([f"[`{short}`](../{source})", first])
+    return table(["name", "what it is"], lines)
 
 
 def _relative(row: dict[str, Any]) -> str:
