@@ -16,7 +16,7 @@ import matplotlib
 from matplotlib.figure import Figure
 
 import schoenbat
-from schoenbat import data
+from schoenbat import data, normalization
 from schoenbat.files import write_atomically
 from schoenbat.integrations import huggingface
 from schoenbat.report.markdown import table
@@ -210,14 +210,15 @@ def _minilm_table() -> str:
 
 def _names_table() -> str:
     """Every public name with the first sentence of its docstring, and where it is written."""
+    names = [(package, name) for package in (schoenbat, huggingface, data) for name in package.__all__]
+    names += [(schoenbat.parallel, "rmfa"), (normalization, "synchronize_statistics")]
     lines = []
-    for package in (schoenbat, huggingface, data):
-        for name in package.__all__:
-            found = inspect.unwrap(getattr(package, name))
-            source = Path(inspect.getsourcefile(found) or "").relative_to(ROOT).as_posix()
-            first = (inspect.getdoc(found) or "").split("\n\n")[0].replace("\n", " ").replace("|", "\\|")
-            short = f"{package.__name__}.{name}".replace("schoenbat.integrations.", "")
-            lines.append([f"[`{short}`](../{source})", first])
+    for package, name in names:
+        found = inspect.unwrap(getattr(package, name))
+        source = Path(inspect.getsourcefile(found) or "").relative_to(ROOT).as_posix()
+        first = (inspect.getdoc(found) or "").split("\n\n")[0].replace("\n", " ").replace("|", "\\|")
+        short = f"{package.__name__}.{name}".replace("schoenbat.integrations.", "")
+        lines.append([f"[`{short}`](../{source})", first])
     return table(["name", "what it is"], lines)
 
 
