@@ -209,7 +209,7 @@ def test_without_pyarrow_the_install_command_is_shown(review_parquet, monkeypatc
         return load(name, *more)
 
     monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(RuntimeError, match=r"pip install 'schoenbat\[cli\]'"):
+    with pytest.raises(RuntimeError, match=r"pip install '\.\[cli\]' in a checkout"):
         data.load("text", review_parquet.parent)
 
 
