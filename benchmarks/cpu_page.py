@@ -1,6 +1,6 @@
 """Tables that no GPU is needed for; ``python benchmarks/cpu_page.py`` writes the README's.
 
-Reads cpu.json, speed-attentions.json and error-attentions.json in benchmarks/results.
+Reads speed-attentions.json and error-attentions.json in benchmarks/results.
 """
 
 import json
@@ -9,15 +9,18 @@ from typing import Any
 
 from schoenbat.experiments.comparison import AttentionError, AttentionSpeed, growth
 from schoenbat.experiments.measurement import BACKWARD
-from schoenbat.experiments.speed import SpeedRow
 from schoenbat.files import write_atomically
 from schoenbat.report.markdown import table
-from schoenbat.report.numerical import length_table
 from schoenbat.report.pages import fill
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "README.md"
 ROUNDING = 1e-5
+OURS = {
+    "softmax": "softmax (SDPA)",
+    "schoenbat": "`SchoenbAt`, as it comes",
+    "schoenbat:construction=exact-low": '`SchoenbAt(construction="exact-low")`',
+}
 
 
 def main() -> None:
@@ -26,8 +29,21 @@ def main() -> None:
 
 def tables() -> dict[str, str]:
     """By the name of their markers in the README."""
-    cpu = _read("cpu")
-    return {"cpu": length_table([SpeedRow(**row) for row in cpu["rows"]], cpu["options"])}
+    return {"cpu": module_table()}
+
+
+def module_table() -> str:
+    """A training step of the modules beside SDPA: time by the length, and memory at the longest."""
+    speeds = [AttentionSpeed(**row) for row in _read("speed-attentions")["rows"]]
+    both = {(row.attention, row.length): row for row in speeds if row.direction == BACKWARD}
+    lengths = sorted({length for _, length in both})
+    lines = []
+    for attention, name in OURS.items():
+        rows = [both[attention, length] for length in lengths]
+        memory = f"{rows[-1].memory / 2**20:,.0f}"
+        lines.append([name, *(f"{1e3 * row.median:,.1f}" for row in rows), memory])
+    heading = ["forward+backward", *(f"ms, n = {length:,}" for length in lengths)]
+    return table([*heading, f"MiB, n = {lengths[-1]:,}"], lines)
 
 
 def attention_table() -> str:
