@@ -10,7 +10,6 @@ bool ``(B, 1, 1, n_k, 1)``; what belongs to a row is a column ``(B, H, G, n, 1)`
 """
 
 from collections.abc import Iterator
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -26,6 +25,7 @@ from schoenbat.ops.blocks import (
     product,
 )
 from schoenbat.ops.denominator import guard, guard_backward
+from schoenbat.ops.spans import spans
 from schoenbat.ops.sums import key_count
 from schoenbat.precision import at_least_float32
 
@@ -37,36 +37,6 @@ class Summary(NamedTuple):
     feature_sum: Tensor  # (B, H, 1, F, 1): Σ φ(k)
     key_mean: Tensor  # (B, H, 1, 1, d): of the scaled keys
     value_mean: Tensor  # (B, H, 1, 1, d_v)
-
-
-def spans(x: Tensor) -> Iterator[slice]:
-    """Cut the sequence of x ``(B, H, G, n, d)`` so that a chunk stays in the cache.
-
-    A graph for ONNX has one chunk, whatever the length will be.
-    """
-    if torch.onnx.is_in_onnx_export():
-        return iter([slice(None)])
-    length = max(64, rows_at_once(x) // 64 * 64)
-    return (slice(start, start + length) for start in range(0, max(x.shape[-2], 1), length))
-
-
-def rows_at_once(x: Tensor) -> int:
-    """Of each head of x ``(B, H, G, n, d)``, so that what is formed of all heads stays in the cache."""
-    if x.device.type == "cpu":
-        _keep_freed_memory()
-    budget = 2**19 if x.device.type == "cpu" else 2**25
-    return budget // max(1, x.shape[0] * x.shape[1] * x.shape[2] * x.shape[-1])
-
-
-@cache
-def _keep_freed_memory() -> None:
-    """Let the C library keep what a chunk frees for the next one.
-
-    glibc hands free memory above a threshold back to the system, and all of its pages are faulted in again: a
-    tenth of the time. The threshold follows the largest block freed so far, up to 32 MiB; this one is never
-    touched.
-    """
-    torch.empty(2**25 - 2**20, dtype=torch.uint8)
 
 
 def keep(mask: Tensor | None, span: slice, x: Tensor) -> Tensor:

@@ -32,7 +32,8 @@ from schoenbat.ops.blocks import (
     weigh,
 )
 from schoenbat.ops.denominator import Denominator, guard, guard_backward
-from schoenbat.ops.eager import keep, rows_at_once, sum_of_products
+from schoenbat.ops.eager import keep, sum_of_products
+from schoenbat.ops.spans import rows_at_once
 from schoenbat.ops.sums import Sums, key_count
 
 _CHUNK = 128

@@ -11,6 +11,7 @@ from torch import Tensor
 from schoenbat.ops import fused
 from schoenbat.ops.keeping import is_concrete
 from schoenbat.ops.operators import as_operators
+from schoenbat.ops.spans import in_chunks, spans
 from schoenbat.precision import at_least_float32
 
 
@@ -59,26 +60,48 @@ class _OddPower(torch.autograd.Function):
 
             with torch.cuda.device_of(x):
                 return launch_odd_power.forward(x, gamma, beta, epsilon)
-        a, size = _sizes(x, epsilon)
-        power = size.log_().mul_(_exponent(beta, a)).exp_()
-        return power.mul_(a).mul_(gamma.to(a.dtype)[:, None]).to(x.dtype)
+        return in_chunks(lambda rows: _power(rows, gamma, beta, epsilon), x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         inputs = *ctx.saved_tensors, ctx.epsilon
-        # Plain operators have second derivatives, too, and take gradients that are batched.
-        if _has_kernels(grad) and is_concrete(grad) and not torch.is_grad_enabled():
+        # As one, plain operators have second derivatives, and take gradients that are batched.
+        if torch.is_grad_enabled() or not is_concrete(grad):
+            grads = _gradients(grad, *inputs)
+        elif _has_kernels(grad):
             from schoenbat.ops.triton import launch_odd_power
 
             with torch.cuda.device_of(grad):
-                return *launch_odd_power.backward(grad, *inputs), None
-        return *_gradients(grad, *inputs), None
+                grads = launch_odd_power.backward(grad, *inputs)
+        else:
+            grads = _gradients_in_chunks(grad, *inputs)
+        return *(to_x.to(x.dtype) for to_x, x in zip(grads, inputs[:3], strict=True)), None
+
+
+def _power(x: Tensor, gamma: Tensor, beta: Tensor, epsilon: float) -> Tensor:
+    """The specification, in place."""
+    a, size = _sizes(x, epsilon)
+    power = size.log_().mul_(_exponent(beta, a)).exp_()
+    return power.mul_(a).mul_(gamma.to(a.dtype)[:, None])
+
+
+def _gradients_in_chunks(
+    grad: Tensor, x: Tensor, gamma: Tensor, beta: Tensor, epsilon: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same as `_gradients`."""
+    dtype = at_least_float32(x.dtype)
+    to_x, to_gamma, to_beta = torch.empty_like(x), *(torch.zeros_like(p, dtype=dtype) for p in (gamma, beta))
+    for span in spans(x):
+        to_x[..., span, :], *more = _gradients(grad[..., span, :], x[..., span, :], gamma, beta, epsilon)
+        to_gamma += more[0]
+        to_beta += more[1]
+    return to_x, to_gamma, to_beta
 
 
 def _gradients(
     grad: Tensor, x: Tensor, gamma: Tensor, beta: Tensor, epsilon: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of x, γ and β."""
+    """Of x, γ and β, in float32 at least."""
     a, size = _sizes(x, epsilon)
     log, exponent = size.log(), _exponent(beta, a)
     g = grad.to(a.dtype) * (log * exponent).exp()
@@ -86,4 +109,4 @@ def _gradients(
     rows = tuple(d for d in range(x.dim()) if d not in (x.dim() - 3, x.dim() - 1))
     to_gamma, to_beta = by_row.sum(rows), (by_row * log).sum(rows) * gamma * beta.sign()
     to_x = g * gamma.to(a.dtype)[:, None] * (1 + exponent * (a / size).square())
-    return to_x.to(x.dtype), to_gamma.to(gamma.dtype), to_beta.to(beta.dtype)
+    return to_x, to_gamma, to_beta
