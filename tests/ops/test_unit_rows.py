@@ -13,7 +13,7 @@ CENTRED = pytest.mark.parametrize("centred", [True, False])
 @pytest.fixture
 def small_chunks(monkeypatch):
     """Of 64 rows: a fifth of what the tests below have."""
-    monkeypatch.setattr(spans, "rows_at_once", lambda x: 1)
+    monkeypatch.setattr(spans, "rows_at_once", lambda x, factors=0: 1)
 
 
 def rows(dtype=torch.float64, n=300):

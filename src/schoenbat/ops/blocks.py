@@ -48,6 +48,11 @@ class Blocks(NamedTuple):
         return Blocks(linear, quadratic, tail, bool(layout[0]), layout[1], tuple(layout[2:]))
 
     @property
+    def num_factors(self) -> int:
+        """How many factors the tail's features have together."""
+        return self.tail.shape[-1]
+
+    @property
     def sizes(self) -> list[int]:
         """How many monomials each block has; blocks that the map does not have are left out.
 

@@ -52,13 +52,13 @@ def sum_of_products(a: Tensor, b: Tensor) -> Tensor:
 def summarize(key: Tensor, value: Tensor, mask: Tensor | None, blocks: Blocks, key_scale: float) -> Summary:
     """Keys and values as sums, in one pass: centred on the first chunk's mean, then on the whole mean."""
     divisor = key_count(key, mask).clamp(min=1)
-    first = next(spans(key))
+    first = next(spans(key, blocks.num_factors))
     values = keep(mask, first, value[..., first, :]).sum(-2, True, dtype=at_least_float32(key.dtype))
     centre = values / divisor.clamp(max=max(1, value[..., first, :].shape[-2]))
 
     evaluator = Evaluator(blocks)
     totals: list[Tensor] = []
-    for span in spans(key):
+    for span in spans(key, blocks.num_factors):
         x, centred = _key_chunk(key, value, mask, span, centre, key_scale)
         phi = evaluator.evaluate(x).phi
         parts = [product(part, centred) for part in phi]
@@ -88,7 +88,7 @@ def summarize_backward(
     to_value_mean = (grad.value_mean - summary.feature_sum.mT @ grad.feature_value) / divisor
     to_key_mean = grad.key_mean * key_scale / divisor
     grad_key, grad_value = torch.empty_like(key), torch.empty_like(value)
-    for span in spans(key):
+    for span in spans(key, evaluator.blocks.num_factors):
         x, centred = _key_chunk(key, value, mask, span, summary.value_mean, key_scale)
         at = evaluator.evaluate(x)
         grad_phi = from_rows(evaluator.blocks, grad.feature_value, centred)
@@ -123,7 +123,7 @@ def read(
     The summary's features carry their weights already.
     """
     evaluator = Evaluator(blocks)
-    for span in spans(query):
+    for span in spans(query, blocks.num_factors):
         x = query[..., span, :] * query_scale
         phi = evaluator.evaluate(x).phi
         denominator, mean_logit = apply_to_rows(phi, summary.feature_sum), product(x, summary.key_mean.mT)
@@ -148,7 +148,7 @@ def read_backward(
     grad_query = torch.empty_like(query)
     to_coefficients, to_scale = torch.zeros_like(coefficients), torch.zeros_like(query_scale)
     totals: list[Tensor] = []
-    for span in spans(query):
+    for span in spans(query, evaluator.blocks.num_factors):
         raw, grad = query[..., span, :].to(count.dtype), grad_out[..., span, :].to(count.dtype)
         at = evaluator.evaluate(raw * query_scale)
         mean_logit = product(at.x, summary.key_mean.mT)

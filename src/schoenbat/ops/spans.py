@@ -8,23 +8,24 @@ import torch
 from torch import Tensor
 
 
-def spans(x: Tensor) -> Iterator[slice]:
+def spans(x: Tensor, factors: int = 0) -> Iterator[slice]:
     """Cut the rows of x ``(..., n, d)`` so that a chunk stays in the cache.
 
-    A graph for ONNX has one chunk, whatever the length will be.
+    Of each row so many `factors` are formed. A graph for ONNX has one chunk, whatever the length will be.
     """
     if torch.onnx.is_in_onnx_export():
         return iter([slice(None)])
-    length = max(64, rows_at_once(x) // 64 * 64)
+    length = max(64, rows_at_once(x, factors) // 64 * 64)
     return (slice(start, start + length) for start in range(0, max(x.shape[-2], 1), length))
 
 
-def rows_at_once(x: Tensor) -> int:
-    """Of each sequence and head of x ``(..., n, d)``, for all of them together."""
-    if x.device.type == "cpu":
-        _keep_freed_memory()
-    budget = 2**19 if x.device.type == "cpu" else 2**25
-    return budget // max(1, math.prod(x.shape[:-2]) * x.shape[-1])
+def rows_at_once(x: Tensor, factors: int = 0) -> int:
+    """Of each sequence and head of x ``(..., n, d)``, so that all of them together fit."""
+    sequences, width = math.prod(x.shape[:-2]), x.shape[-1]
+    if x.device.type != "cpu":
+        return 2**25 // max(1, sequences * width)
+    _keep_freed_memory()
+    return 2**19 // max(1, sequences * max(width, factors // 2))
 
 
 def in_chunks(function: Callable[..., Tensor], x: Tensor, *more: Tensor) -> Tensor:
