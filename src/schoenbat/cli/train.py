@@ -179,7 +179,7 @@ def _refuse_other_result(path: Path, options: "RunOptions", data: Path) -> None:
     try:
         result = read_result(path)
     except ValueError as error:
-        raise ValueError(f"{error}; delete it, and the run goes on from its checkpoint") from error
+        raise ValueError(f"{error}; delete it, and the run goes on from its checkpoint, if any") from error
     saved, wanted = dict(result.options), json.loads(json.dumps(options.identity))
     with suppress(DataError):  # without the data the result is still what it is
         saved["data"], wanted["data"] = result.record.data, read_manifest(data / options.task).fingerprint

@@ -65,7 +65,7 @@ class _OddPower(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         inputs = *ctx.saved_tensors, ctx.epsilon
-        # As one, plain operators have second derivatives, and take gradients that are batched.
+        # Plain operators on all rows have second derivatives, and take gradients that are batched.
         if torch.is_grad_enabled() or not is_concrete(grad):
             grads = _gradients(grad, *inputs)
         elif _has_kernels(grad):

@@ -22,9 +22,10 @@ def spans(x: Tensor, factors: int = 0) -> Iterator[slice]:
 def rows_at_once(x: Tensor, factors: int = 0) -> int:
     """Of each sequence and head of x ``(..., n, d)``, so that all of them together fit."""
     sequences, width = math.prod(x.shape[:-2]), x.shape[-1]
-    if x.device.type != "cpu":
+    if x.device.type != "cpu":  # where more chunks are more launches, and no cache holds one
         return 2**25 // max(1, sequences * width)
     _keep_freed_memory()
+    # Half of the factors: with all of them, and with none, maps of some 500 took longer.
     return 2**19 // max(1, sequences * max(width, factors // 2))
 
 

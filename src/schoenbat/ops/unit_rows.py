@@ -69,7 +69,7 @@ class _Chunks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        # As one, plain operators have second derivatives, and take gradients that are batched.
+        # Plain operators on all rows have second derivatives, and take gradients that are batched.
         if torch.is_grad_enabled() or not is_concrete(grad):
             return ctx.unit_rows.backward(x, grad).to(x.dtype), None
         return in_chunks(ctx.unit_rows.backward, x, grad), None
